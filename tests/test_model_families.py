@@ -90,7 +90,7 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     "timm ConvNeXt": (
         "timm",
         "convnext_tiny",
-        {"depths": (1, 1, 2, 1), "dims": (32, 64, 96, 192)},
+        {"depths": (1, 1, 3, 6), "dims": (32, 64, 96, 192)},
         "",
     ),
     "UNet": ("diffusers", "UNet2DConditionModel", UNET, "convolutions"),

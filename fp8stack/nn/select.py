@@ -28,8 +28,9 @@ of float32 without autocast.
 
 Experts of transformers (`experts.py`) count pairs of token and expert, and all their matrices are cast, whoever has
 tokens. A pair saves more than its products do, since nothing else of it goes through memory in bfloat16 either: 3e-9 ×
-in × out, summed over its matrices, and 3.3e-5 × (in + hidden). Of 18 measurements of `benchmarks/experts.py` to which
-that is fitted, the sign of one is wrong, by 16 µs. torch multiplies float32 weights in float32, so those are always FP8.
+in × out, summed over its matrices, and 3.3e-5 × (in + hidden). Of the 18 measurements of `benchmarks/experts.py` that
+this is fitted to, the sign of one is wrong, by 16 µs. torch multiplies float32 weights in float32, so those are always
+FP8.
 
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
