@@ -29,7 +29,7 @@ from fp8stack.kernels.reference.rows import rows_needed
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.jsonl"
 SHAPES = {  # features, hidden, experts, experts of a token
-    "step 3's Qwen3-MoE": (1024, 768, 32, 4),
+    "Qwen3-MoE of 32 experts": (1024, 768, 32, 4),
     "Qwen3-30B-A3B": (2048, 768, 128, 8),
     "Mixtral-8x7B": (4096, 14_336, 8, 2),
 }

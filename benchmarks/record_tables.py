@@ -436,6 +436,41 @@ def layer_shapes() -> list[str]:
     return lines(("× bf16, by rows of input", *(f"{m:,}" for m in heads)), rows)
 
 
+@table("experts")
+def experts() -> list[str]:
+    """Tabulate a layer of experts in FP8 beside bfloat16, and beside its products and the bytes of its casts."""
+    rows = []
+    for record in read("experts"):
+        params, floor = record["params"], record["products"] + record["casts"]
+        if params["tokens"] in (1024, 4096, 16_384):
+            rows.append((
+                f"{params['model']}, {params['tokens']:,} tokens",
+                *(f"{record[key]:,.0f}" for key in ("bf16", "fp8")), f"{record['bf16'] / record['fp8']:.2f}",
+                *(f"{record[key]:,.0f}" for key in ("products", "casts")), f"{record['fp8'] / floor:.2f}",
+            ))  # fmt: skip
+    heads = (
+        "bf16, µs",
+        "FP8, µs",
+        "×",
+        "products alone, µs",
+        "bytes of casts, µs",
+        "FP8 by their sum",
+    )
+    return lines(("forward and backward", *heads), rows)
+
+
+@table("lora")
+def lora() -> list[str]:
+    """Tabulate LoRA over a base of 8 B by how the base is held."""
+    rows = []
+    for variant, record in by_variant(read("lora", model="llama-8b")).items():
+        sizes = (f"{record[key]:.1f}" for key in ("base_gib", "peak_gib", "value"))
+        rows.append((variant, *sizes, f"{record['tokens_per_s']:,.0f}", f"{record['loss']:.4f}"))
+    return lines(
+        ("", "at rest, GiB", "peak, GiB", "step, ms", "tokens/s", "loss after 15 steps"), rows
+    )
+
+
 MODELS = {
     "llama-1b": "Llama-3.2-1B", "llama-8b-4": "4 layers of Llama-3-8B", "gpt2": "GPT-2 124M", "vit-l": "ViT-L/16",
     "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",

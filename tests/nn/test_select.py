@@ -52,7 +52,7 @@ def test_the_rule_is_right_about_what_was_measured():
 
 
 def test_the_rule_of_experts_is_right_about_what_was_measured():
-    sizes = {"step 3's Qwen3-MoE": (1024, 768, 32, 4), "Qwen3-30B-A3B": (2048, 768, 128, 8)}
+    sizes = {"Qwen3-MoE of 32 experts": (1024, 768, 32, 4), "Qwen3-30B-A3B": (2048, 768, 128, 8)}
     sizes["Mixtral-8x7B"] = 4096, 14_336, 8, 2
     wrong = []
     for record in map(json.loads, (RECORDS.parent / "experts.jsonl").read_text().splitlines()):
