@@ -38,7 +38,7 @@ from .launch import Launcher, next_power_of_2
 from .ops import raw_stream
 from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
-from .transpose_tiles import load_float, load_rows, magnitude, place_tile, store_both, store_columns
+from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 PARTS = 512
 FLAT = 8192
@@ -150,21 +150,10 @@ def _refit_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _transpose_kernel(
-    codes_ptr, codes_t_ptr, rows, cols, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    q, c = place_tile(tl.program_id(0), tl.cdiv(cols, COLS), ROWS, COLS)
-    c0, c1, c2, c3 = load_rows(codes_ptr, q, c, rows, cols, EVEN)
-    store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows, cols, HARDWARE, EVEN)
-
-
 _launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
 _launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
 _launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **_ROUNDING)
 _launch_refit = Launcher(_refit_kernel, num_warps=8, **_ROUNDING)
-_launch_transpose = Launcher(_transpose_kernel, num_warps=8)
 
 
 class _Scratch(threading.local):
@@ -291,16 +280,6 @@ def recast(
         x, previous, slots, out, out_t, scale, *g.args, min(g.slots, SLOTS), update, exact,
     )  # fmt: skip
     return out, out_t, scale
-
-
-def transpose(codes: Tensor) -> Tensor:
-    """Return the transpose of a contiguous matrix of codes, whose rows are a multiple of 4."""
-    rows, cols = codes.shape
-    out = codes.new_empty((cols, rows))
-    programs, even = -(-rows // ROWS) * -(-cols // COLS), rows % ROWS == 0 and cols % COLS == 0
-    hardware = casts_in_hardware(codes.device)
-    _launch_transpose((programs, 1, 1), codes, out, rows, cols, hardware, even, ROWS, COLS)
-    return out
 
 
 def prepare(

@@ -328,11 +328,6 @@ def recast_with(
     return cast_("Cast", run(x, fmt, scale, codes, transposed, exact))
 
 
-transpose = _operator(
-    "transpose(Tensor codes) -> Tensor",
-    matrix.transpose,
-    lambda codes: codes.new_empty(codes.shape[::-1]),
-)
 cast_1x128 = _operator(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_1x128,

@@ -14,8 +14,8 @@ same three arguments. Such a module gets a subclass of its class, whose forward 
 3. If the gate is act(gate) × up, with an act that `kernels/activation.py` knows, one autograd node does it all:
    `kernels/expert_activation.py` casts the activation and its gradients, with the router's weights in them. That is
    found by a trial of the module's own `_apply_gate`.
-4. Otherwise (biases, GPT-OSS's limited gate, norms behind experts) the two products are nodes of their own, and
-   what is between them is the module's own code.
+4. Otherwise (biases, GPT-OSS's limited gate, norms behind experts) the two products are nodes of their own, which cast
+   the rows that they get, and what is between them is the module's own code.
 
 The weights may be stored in bfloat16, whatever the dtype of the tokens. Scales are current ones; see `grouped.py`.
 
@@ -119,7 +119,7 @@ class Fp8Experts(Mixin):
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self
-        groups = grouped.Groups(*ops.route(top_k_index, module.num_experts))
+        ends, pairs, places = groups = ops.route(top_k_index, module.num_experts)
         first, down = (getattr(self, name) for name in stacks_of(self))
         weights, turned = top_k_weights.reshape(top_k_index.shape), module.is_transposed
         if self.activation:
@@ -132,14 +132,14 @@ class Fp8Experts(Mixin):
             else:
                 y = _Experts.apply(*given, groups, self.activation, options)
             return y.to(x.dtype)
-        h = grouped.multiply(x, first, turned, groups, self.products[0], self.training, gather=True)
-        h = _biased(module, h, stacks_of(self)[0], groups)
+        rows = torch.where(pairs[:, None] < 0, 0, x[pairs.clamp(min=0) // places.shape[1]])
+        h = grouped.multiply(rows, first, turned, ends, self.products[0], self.training)
+        h = _biased(module, h, stacks_of(self)[0], ends)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-        y = grouped.multiply(h, down, turned, groups, self.products[1], self.training)
-        y = _biased(module, y, "down_proj", groups)
+        y = grouped.multiply(h, down, turned, ends, self.products[1], self.training)
+        y = _biased(module, y, "down_proj", ends)
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
-        places = groups.places.long()
         weighted: Tensor = y[places.clamp(min=0)] * torch.where(places < 0, 0, weights)[..., None]
         return weighted.sum(1).to(x.dtype)
 
@@ -168,12 +168,12 @@ def activation_of(module: Any) -> str:
     return fitting[0] if fitting else ""
 
 
-def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor:
+def _biased(module: Any, y: Tensor, name: str, ends: Tensor) -> Tensor:
     """Add the bias of each row's expert."""
     if not module.has_bias:
         return y
     rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
-    expert = torch.searchsorted(groups.ends, rows, right=True)
+    expert = torch.searchsorted(ends, rows, right=True)
     bias: Tensor = getattr(module, f"{name}_bias")
     return y + bias[expert].to(y.dtype)
 
@@ -181,8 +181,8 @@ def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor
 def _operator(
     x: Any, first: Any, down: Any, weights: Any, ends: Any, pairs: Any, places: Any, activation: str, *rest: Any
 ) -> Tensor:  # fmt: skip
-    groups, options = grouped.Groups(ends, pairs, places), casts.Options(*rest)
-    result: Tensor = _Experts.apply(x, first, down, weights, groups, activation, [options] * 2)
+    settings = (ends, pairs, places), activation, [casts.Options(*rest)] * 2
+    result: Tensor = _Experts.apply(x, first, down, weights, *settings)
     return result
 
 
@@ -201,7 +201,7 @@ class _Experts(torch.autograd.Function):
         first: Tensor,  # [experts, 2 · hidden, in], or [experts, in, 2 · hidden] if its options.turned
         down: Tensor,  # [experts, in, hidden], or [experts, hidden, in]
         weights: Tensor,  # [tokens, count]
-        groups: grouped.Groups,
+        groups: tuple[Tensor, Tensor, Tensor],  # of `ops.route`
         activation: str,
         options: list[casts.Options],
     ) -> Tensor:  # [tokens, in]

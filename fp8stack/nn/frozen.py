@@ -94,7 +94,10 @@ class FrozenWeight(Tensor):
         `squares`: the scale is repeated for each 128 × 128, as `ops.cast_128x128` lays them out.
         """
         codes = self.codes.contiguous()
-        codes = (ops.transpose(codes) if transposed else codes).view(E4M3.dtype)
+        if transposed:
+            every = torch.arange(len(codes), device=codes.device, dtype=torch.int32)
+            codes = ops.take_rows(codes, every, 1, plain=False)[1]
+        codes = codes.view(E4M3.dtype)
         if not squares:
             return codes, self.scale
         down, across = (size // BLOCK for size in codes.shape)

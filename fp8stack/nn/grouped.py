@@ -23,7 +23,7 @@ offs[-1] on is not defined, as in torch, but counts for the scale of x.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
             )
     if reason := obstacle(weight):
         raise ModelError(f"grouped_matmul got {shapes}: {reason}.")
-    return multiply(x, *as_stack(weight), Groups(offs.int()), _PRODUCTS, True)
+    return multiply(x, *as_stack(weight), offs, _PRODUCTS, True)
 
 
 def as_stack(weight: Tensor) -> tuple[Tensor, bool]:
@@ -95,36 +95,24 @@ def obstacle(weight: Tensor) -> str:
     if _kernel is None:
         return f"torch {torch.__version__} has no grouped products in FP8; newer ones do"
     major, minor = torch.cuda.get_device_capability(weight.device)
-    return (
-        ""
-        if major == 9
-        else f"grouped products in FP8 need compute capability 9.0, this is {major}.{minor}"
-    )
-
-
-class Groups(NamedTuple):
-    """Where the rows of each group are: int32 tensors."""
-
-    ends: Tensor  # [groups], the row behind the last one of each
-    # Of groups that are padded to multiples of 16 rows, as `ops.route` makes them; None: they are not padded.
-    pairs: Any = None  # [rows], the pair of token and expert in each row; -1: none
-    places: Any = None  # [tokens, count], the row of each pair; -1: of an expert that is elsewhere
+    told = f"grouped products in FP8 need compute capability 9.0, this is {major}.{minor}"
+    return told if major != 9 else ""
 
 
 def multiply(
-    x: Tensor,  # [rows, in]; [tokens, in] with `gather`
+    x: Tensor,  # [rows, in]
     stack: Tensor,  # contiguous, [groups, out, in], or [groups, in, out] if it is turned
     turned: bool,
-    groups: Groups,
+    offs: Tensor,  # [groups]
     products: casts.Products,
     train: bool,
-    gather: bool = False,  # take the tokens' rows first, which is half the bytes in FP8
 ) -> Tensor:  # [rows, out]
     """Return the grouped product in FP8, in the dtype of x or autocast's. There is no obstacle."""
     options = grouped_options(products, train, output_dtype(x), turned)
     if torch.compiler.is_compiling():
-        return _in_graph(x, stack, *groups, gather, *options[:-2])
-    return _multiply(x, stack, groups, gather, options)
+        return _in_graph(x, stack, offs, *options[:-2])
+    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), options)
+    return result
 
 
 def grouped_options(
@@ -137,18 +125,10 @@ def grouped_options(
     )
 
 
-def _multiply(
-    x: Tensor, stack: Tensor, groups: Groups, gather: bool, options: casts.Options
-) -> Tensor:
-    result: Tensor = _GroupedMatmul.apply(x, stack, groups, gather, options)
-    return result
-
-
 _in_graph = ops.define_composite(
-    "grouped(Tensor x, Tensor stack, Tensor ends, Tensor? pairs, Tensor? places, bool gather, "
-    f"{casts.ARGUMENTS}) -> Tensor",
-    lambda x, stack, ends, pairs, places, gather, *options: _multiply(
-        x, stack, Groups(ends, pairs, places), gather, casts.Options(*options)
+    f"grouped(Tensor x, Tensor stack, Tensor offs, {casts.ARGUMENTS}) -> Tensor",
+    lambda x, stack, offs, *options: _GroupedMatmul.apply(
+        x, stack, offs.int(), casts.Options(*options)
     ),
 )
 
@@ -157,22 +137,17 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # [rows or tokens, in]
+        x: Tensor,  # [rows, in]
         stack: Tensor,  # contiguous, [groups, out, in], or [groups, in, out] if options.turned
-        groups: Groups,
-        gather: bool,
+        offs: Tensor,  # int32 [groups]
         options: casts.Options,
     ) -> Tensor:  # [rows, out]
-        padded = groups.pairs is not None
-        codes, x_scale, codes_t, _ = casts.cast_matrix(x, E4M3, True, padded and not gather)
-        if gather:
-            codes, codes_t = ops.take_rows(codes, groups.pairs, groups.places.shape[1])
-        operand, w_scale, w_codes_t = cast_stack(stack, options, x.requires_grad, len(codes))
-        y = product(codes, x_scale, operand, w_scale, groups.ends, options.dtype, options.fast)
-        ctx.settings = gather, options, x.shape, x.dtype
-        kept = codes_t if padded else codes
-        ctx.save_for_backward(kept, x_scale, stack, w_codes_t, w_scale, *groups)
-        return linear.crop(y, (len(x) if not padded else len(codes), operand.shape[2]))
+        x8 = casts.cast_matrix(x, E4M3, transposed=False)
+        operand, w_scale, w_codes = cast_stack(stack, options, x.requires_grad, len(x8.codes))
+        y = product(x8.codes, x8.scale, operand, w_scale, offs, options.dtype, options.fast)
+        ctx.settings = options, x.shape, x.dtype
+        ctx.save_for_backward(x8.codes, x8.scale, stack, w_codes, w_scale, offs)
+        return linear.crop(y, (len(x), operand.shape[2]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,22 +155,19 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes, x_scale, stack, w_codes, w_scale, *where = ctx.saved_tensors
-    groups, (gather, options, x_shape, x_dtype) = Groups(*where), ctx.settings
+    x_codes, x_scale, stack, w_codes, w_scale, offs = ctx.saved_tensors
+    (options, x_shape, x_dtype), dx, dw = ctx.settings, None, None
     (need_x, need_w), _ = casts.runs(ctx, 2, options.traced(grad))
-    padded, dx, dw = groups.pairs is not None, None, None
-    g = casts.cast_matrix(grad, E4M3, need_x or not padded, padded and need_w)
+    g = casts.cast_matrix(grad, E4M3, transposed=False)
     if need_x:
         operand = stack_for_backward(stack, w_codes, w_scale, options)
-        dx = product(g.codes, g.scale, *operand, groups.ends, x_dtype, options.fast)
-        dx = ops.sum_rows(dx, groups.places) if gather else linear.crop(dx, x_shape)
+        dx = product(g.codes, g.scale, *operand, offs, x_dtype, options.fast)
+        dx = linear.crop(dx, x_shape)
     if need_w:
-        g_codes, ends = g.codes_t, groups.ends
-        if not padded:
-            index, ends = padded_rows(ends, len(grad))
-            g_codes, x_codes = (ops.take_rows(c, index, 1, False)[1] for c in (g.codes, x_codes))
-        dw = weight_gradient((g_codes, g.scale), (x_codes, x_scale), ends, stack.dtype, options)
-    return dx, dw, None, None, None
+        index, ends = padded_rows(offs, len(grad))
+        of_g, of_x = (ops.take_rows(codes, index, 1, False)[1] for codes in (g.codes, x_codes))
+        dw = weight_gradient((of_g, g.scale), (of_x, x_scale), ends, stack.dtype, options)
+    return dx, dw, None, None
 
 
 def cast_stack(

@@ -208,8 +208,8 @@ class _Mode(TorchFunctionMode):
             experts, rows, cols = stack.shape
             if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
                 return TOO_FEW
-        groups, products = grouped.Groups(offs.int()), self.bare.products_of(parameter, True)
-        return grouped.multiply(x, *grouped.as_stack(stack), groups, products, self.train)
+        products = self.bare.products_of(parameter, True)
+        return grouped.multiply(x, *grouped.as_stack(stack), offs, products, self.train)
 
     def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():

@@ -282,9 +282,6 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
         for latest in (False, True)
     ],
-    "_transpose_kernel": [
-        (name, {"codes_t_ptr": "u8"}, {"EVEN": even}) for name, even in (("", True), ("any size", False))
-    ],
     "_activation_cast_kernel": activation_cases(),
     "_take_rows_kernel": rows_cases(),
     "_count_pairs_kernel": [("", ROUTED, {"BLOCK": BLOCK})],

@@ -311,15 +311,3 @@ def test_casts_on_two_streams_keep_apart(kernel):
                 results.append(cast(x, E4M3))
     torch.cuda.synchronize()
     assert_same_bits(results, 5 * [reference(x.cpu(), E4M3) for x in inputs])
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (64, 128), (80, 144), (144, 272)], ids=str)
-def test_codes_are_transposed_byte_by_byte(shape, kernel_device):
-    codes = torch.arange(shape[0] * shape[1]).remainder(251).to(torch.uint8).reshape(shape)
-    for transpose, device in (
-        (triton_cast.transpose, kernel_device),
-        (reference_cast.transpose, "cpu"),
-    ):
-        turned = transpose(codes.to(device))
-        assert turned.is_contiguous()
-        assert_same_bits(turned, codes.t().contiguous())

@@ -56,8 +56,6 @@ def sample_arguments(name, shape, device):
             for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
                 b, b_scale = cast(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
                 yield a, a_scale, b, b_scale, squares, torch.float32
-        case "transpose":
-            yield (torch.randint(256, (8, 200), dtype=torch.uint8, device=device),)
         case "activation_cast":
             x = x.reshape(-1, x.shape[-1])
             yield x, x + 1, "silu", "e4m3", [], False, False
@@ -103,7 +101,6 @@ INEXACT = (  # sums have an order, exponentials are the device's, and a state li
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
     "activation_backward_cast", "expert_activation", "expert_activation_backward", "route", "take_rows", "sum_rows",
-    "transpose",
 )  # fmt: skip
 
 
@@ -120,7 +117,7 @@ def test_all_operators_are_sampled_here():
         "accumulate_blocks", "activation_backward_cast", "activation_cast",
         "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
         "expert_activation", "expert_activation_backward", "matmul_blocks", "quantize_blocks", "recast", "route",
-        "sum_rows", "take_rows", "transpose",
+        "sum_rows", "take_rows",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name
