@@ -25,7 +25,7 @@ from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding
 from .nn.bf16_storage import CopiedWeight, StoredLayer
 from .nn.convert import Conversion, LayerChoices, apply_storage
-from .nn.frozen import FrozenWeight, exchange, show_values, thaw
+from .nn.frozen import FrozenWeight, exchange, refuse_assign, show_values, thaw
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
@@ -374,6 +374,7 @@ def freeze_weights(model: nn.Module, layers: LayerChoices, session: Session) -> 
     for module in model.modules():
         if isinstance(module._parameters.get("weight"), FrozenWeight):
             session.undo.append(module.register_state_dict_post_hook(show_values).remove)
+            session.undo.append(module.register_load_state_dict_pre_hook(refuse_assign).remove)
 
 
 def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:

@@ -20,7 +20,7 @@ from .levels import Recipe
 from .nn.attention import fp8_products
 from .nn.convert import LayerChoices
 from .nn.coverage import Coverage, by_value, listed
-from .nn.experts import Fp8Experts
+from .nn.experts import Fp8Experts, is_experts
 from .nn.select import describe
 from .version import __version__
 
@@ -128,6 +128,9 @@ def report_of(
     gemm = f"fp8 {used}, {recipe.fp8_recipe} scaling"
     if compute == "bf16" or recipe.fp8_recipe in ("mxfp8", "nvfp4"):
         gemm = "bf16" if compute == "bf16" else recipe.fp8_recipe
+    grouped = any(is_experts(module) for _, module in layers.gemm)
+    if grouped and compute == "native" and gemm != "fp8 e4m3, current scaling":
+        gemm += " (experts: e4m3, current scaling)"
     words = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
     states = words.get(recipe.states, recipe.states)
     if recipe.optimizer_backend.startswith("bitsandbytes") and recipe.states == "8bit":

@@ -33,7 +33,8 @@ def _count_pairs_kernel(ids_ptr, counts_ptr, places_ptr, pairs, experts, BLOCK: 
         own = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1)
         total += (own == expert).to(tl.int32)
         # one program marks the pairs that no expert here will; no scalar masks, for Triton's interpreter
-        tl.store(places_ptr + pair, -1, mask=(own >= experts) & (pair < pairs - expert * pairs))
+        here = ((own < 0) | (own >= experts)) & (pair < pairs - expert * pairs)
+        tl.store(places_ptr + pair, -1, mask=here)
     tl.store(counts_ptr + expert, tl.sum(total, axis=0))
 
 

@@ -51,6 +51,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
 from fp8stack.levels import check_number
 from fp8stack.nn.attention import fp8_products
+from fp8stack.nn.experts import Fp8Experts
 from fp8stack.nn.te import TeLayer
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
@@ -98,6 +99,8 @@ class Monitor:
         own = fp8_products(model)
         layers = {n: (p.module, p.weight) for n, p in own.items() if p.weight}
         others = {n: (m, "weight") for n, m in model.named_modules() if isinstance(m, TeLayer)}
+        if any(isinstance(m, Fp8Experts) for m in model.modules()):
+            _warn("the casts of experts are not sampled")
         if others:
             _warn(
                 f"{len(others)} layers are TransformerEngine's, whose casts the Monitor does not see"

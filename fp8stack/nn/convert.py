@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -154,11 +154,11 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
         weight: Any = module._parameters.get("weight")
         attends = isinstance(module, nn.MultiheadAttention)
         if experts.is_experts(module):
-            pair = Products(recipe, name), Products(recipe, name)
-            activation, least = experts.activation_of(module), layers.least_rows.get(name)
-            change(
-                module, experts.Fp8Experts, products=pair, activation=activation, least_rows=least
-            )
+            own = replace(recipe, fp8_recipe="current")
+            pair = Products(own, name), Products(own, name)
+            tried = module._modules.get("act_fn"), experts.activation_of(module)
+            least = layers.least_rows.get(name)
+            change(module, experts.Fp8Experts, products=pair, tried=tried, least_rows=least)
         elif compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":

@@ -5,15 +5,16 @@
 Why: transformers permutes the tokens to the order of their experts, multiplies, activates, multiplies, weights and
 permutes back, in bfloat16, or float32 where the weights are. Casting what it permutes costs what the products save.
 
-How. Every class of experts that transformers' registry serves (`ALL_EXPERTS_FUNCTIONS`) has the same attributes and the
-same three arguments. Such a module gets a subclass of its class, whose forward is this:
+How. Every class of experts that transformers' registry serves (`ALL_EXPERTS_FUNCTIONS`) has the same attributes and
+three arguments in the same order: tokens, the indices of their experts, and the router's weights. Such a module gets a
+subclass of its class, whose forward is this:
 
 1. `ops.route` gives each pair of token and expert a row. The rows of an expert are padded to a multiple of 16.
 2. Tokens are cast first and then taken by row: a quarter of the bytes. The transposed codes that the gradients of
    weights want are written on the way.
 3. If the gate is act(gate) × up, with an act that `kernels/activation.py` knows, one autograd node does it all:
-   `kernels/expert_activation.py` casts the activation and its gradients, with the router's weights in them. That is
-   found by a trial of the module's own `_apply_gate`.
+   `kernels/expert_activation.py` casts the activation and its gradients, with the router's weights in them. An `act_fn`
+   that is replaced later, or gets a hook, is called.
 4. Otherwise (biases, GPT-OSS's limited gate, norms behind experts) the two products are nodes of their own, which cast
    the rows that they get, and what is between them is the module's own code.
 
@@ -25,18 +26,20 @@ transformers' plain ways to compute the same, the module's own forward runs.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.activation import ACTIVATIONS
 
 from . import casts, grouped, linear
 from .bf16_storage import autocast_is_on, output_dtype
-from .mixin import Mixin
+from .mixin import Mixin, has_hooks
 from .select import LeastRows, least_rows_of_experts, pays
 
 TAKEN = ("grouped_mm", "batched_mm", "eager", None)
@@ -89,26 +92,40 @@ class Fp8Experts(Mixin):
 
     mixin_prefix = "Fp8"
     products: tuple[casts.Products, casts.Products]
-    activation: str  # of ACTIVATIONS; "": the gate is the module's own
+    tried: tuple[
+        Any, str
+    ]  # its act_fn at the call, and that of ACTIVATIONS; "": what is between is its own code
     least_rows: LeastRows | None = None
     plain_forward: Any
+    argument_names: tuple[str, ...]
     down_proj: nn.Parameter
 
     @staticmethod
     def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the forward of `cls`, by the name that ours calls."""
-        return {"plain_forward": cls.forward}
+        """Return the forward of `cls` by the name that ours calls, and what its arguments are called."""
+        names = tuple(inspect.signature(cls.forward).parameters)[1:]
+        return {"plain_forward": cls.forward, "argument_names": names}
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return what experts make of [tokens, in], with their indices and weights, [tokens, count]: [tokens, out]."""
+        left = self.argument_names[len(given) :]
+        if named and {*named} == {*left}:
+            given, named = (*given, *(named[name] for name in left)), {}
         fits = (
             len(given) == 3 and not named and isinstance(given[0], Tensor) and given[0].dim() == 2
         )
-        if not fits or _implementation(self) not in TAKEN or not self._pays(*given[:2]):
-            result: Tensor = self.plain_forward(*given, **named)
-            return result
-        with torch._C.DisableTorchFunction():  # see Fp8Layer
-            return self._compute(*given)
+        if fits and _implementation(self) in TAKEN and self._pays(*given[:2]):
+            with torch._C.DisableTorchFunction():  # see Fp8Layer
+                return self._compute(*given)
+        x, dtype = given[0] if given else None, self.down_proj.dtype
+        if isinstance(x, Tensor) and x.dtype is not dtype and not autocast_is_on(x):
+            raise ModelError(
+                f"experts {self.products[0].layer} store their weights in {dtype} and got {x.dtype} tokens for "
+                f"experts_implementation={_implementation(self)!r}, which takes one dtype. Choose "
+                '"grouped_mm" and give tokens [tokens, in], their experts and weights; or call fp8stack.restore.'
+            )
+        result: Tensor = self.plain_forward(*given, **named)
+        return result
 
     def _pays(self, x: Tensor, top_k_index: Tensor) -> bool:
         """Return whether FP8 is faster, by the pairs of token and expert, or the only way for these dtypes."""
@@ -119,18 +136,26 @@ class Fp8Experts(Mixin):
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self
+        if not top_k_index.numel():  # zero gradients, as from transformers
+            nothing = top_k_weights.sum()
+            for p in self.parameters(recurse=False):
+                nothing = nothing + p.flatten()[:0].sum()
+            return x + nothing.to(x.dtype)
+        act, activation = self.tried
+        if module._modules.get("act_fn") is not act or (activation and has_hooks(act)):
+            activation = ""
         ends, pairs, places = groups = ops.route(top_k_index, module.num_experts)
         first, down = (getattr(self, name) for name in stacks_of(self))
         weights, turned = top_k_weights.reshape(top_k_index.shape), module.is_transposed
-        if self.activation:
+        if activation:
             options = [
                 grouped.grouped_options(p, self.training, output_dtype(x), turned) for p in self.products
             ]  # fmt: skip
             given = x, first, down, weights
             if torch.compiler.is_compiling():
-                y = _in_graph(*given, *groups, self.activation, *options[0][:-2])
+                y = _in_graph(*given, *groups, activation, *options[0][:-2])
             else:
-                y = _Experts.apply(*given, groups, self.activation, options)
+                y = _Experts.apply(*given, groups, activation, options)
             return y.to(x.dtype)
         rows = torch.where(pairs[:, None] < 0, 0, x[pairs.clamp(min=0) // places.shape[1]])
         h = grouped.multiply(rows, first, turned, ends, self.products[0], self.training)
@@ -144,28 +169,27 @@ class Fp8Experts(Mixin):
         return weighted.sum(1).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}fp8={self.products[0].name}, grouped"
+        return f"{super().extra_repr()}fp8=e4m3, current, grouped"
 
 
 def activation_of(module: Any) -> str:
-    """Return the activation with which the gate of a module is act(gate) × up, found by a trial; "": it is none."""
-    plain = module.has_gate and not module.has_bias
-    if not plain or getattr(module, "has_post_expert_norm", False):
+    """Return the activation with which a module computes act(gate) × up between its products; "": something else.
+
+    Its gate is transformers' own, and its `act_fn` a module of torch's or transformers' without state, which a trial
+    tells from others.
+    """
+    act, gate = vars(module)["_modules"].get("act_fn"), getattr(type(module), "_apply_gate", None)
+    plain = module.has_gate and not (module.has_bias or getattr(module, "has_post_expert_norm", 0))
+    own = getattr(gate, "__name__", "") != "_default_apply_gate" or "_apply_gate" in vars(module)
+    if act is None or own or not plain or [*act.children(), *act.parameters(), *act.buffers()]:
         return ""
-    fitting = [*ACTIVATIONS]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
-        drawn = torch.randn(2, 8, 64, device="cpu", dtype=torch.float32)
-    for size in (4.0, 400.0):  # of large inputs limits show
-        gate, up = size * drawn
-        try:
-            made = module._apply_gate(torch.cat([gate, up], -1))
-            fitting = [
-                name for name in fitting if torch.allclose(made, ACTIVATIONS[name](gate) * up, 1e-4, 1e-5)
-            ]  # fmt: skip
-        except Exception:  # it wants other sizes, or another device
-            return ""
-    return fitting[0] if fitting else ""
+    if type(act).__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
+        return ""
+    x = torch.linspace(-9, 9, 181, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        made = type(act).forward(act, x)  # without its hooks
+    fitting = (n for n, f in ACTIVATIONS.items() if torch.allclose(made, f(x), 1e-4, 1e-5))
+    return next(fitting, "")
 
 
 def _biased(module: Any, y: Tensor, name: str, ends: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ class FrozenWeight(Tensor):
             raise ModelError(f"a part of a frozen weight in FP8 cannot be written. {_RESTORE}.")
         if not isinstance(value, FrozenWeight):
             value = self.quantize(value.to(self.device, self.dtype).expand(self.shape))
+            if not value.scale.isfinite():
+                raise ModelError("a frozen weight in FP8 was given values that are not finite.")
         self.codes.copy_(value.codes)
         self.scale.copy_(value.scale)
         return self
@@ -132,6 +134,14 @@ class FrozenWeight(Tensor):
 
     # The getter is torch's.
     requires_grad: Any = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
+
+    def share_memory_(self) -> FrozenWeight:
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self.codes.is_shared())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FrozenWeight({self.dequantize()}, codes of e4m3)"
@@ -177,8 +187,10 @@ class FrozenWeight(Tensor):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(isinstance(t, FrozenWeight) for t in tree_leaves(given)):
                 told = f'{func} writes to a frozen weight that is kept in FP8 (frozen="fp8")'
-                lost = "Rounding to 4 bits would lose most of what an adapter adds to it"
-                raise ModelError(f"{told}. {lost}. {_RESTORE}, and merge then.")
+                lost = "Rounding to 4 bits would lose most of what is added. Averages leave out frozen weights"
+                raise ModelError(
+                    f"{told}. {lost}. To merge an adapter: {_RESTORE[0].lower()}{_RESTORE[1:]}."
+                )
         args, kwargs = tree_map(values_of, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -218,6 +230,8 @@ def choose_frozen(
             reason = 'TransformerEngine reads it; compute="native" takes it'
         elif others := [m for m in owners[p] if m not in chosen and m is not module]:
             reason = f"{type(others[0]).__name__} reads it, too"
+        elif not (p.is_meta or p.isfinite().all()):
+            reason = "it has values that are not finite"
         elif any(size % unit for size in p.shape):
             reason = reason or f"its sizes are no multiples of {unit}"
         elif not reason and not can_swap(p):
@@ -225,6 +239,19 @@ def choose_frozen(
                 "torch cannot replace it while outputs of a forward, or weak references, hold it"
             )
         found[p] = f"{name}.weight".lstrip("."), p, reason
+    for name, module in model.named_modules():  # experts, embeddings
+        for key, p in module._parameters.items():
+            if (
+                p is not None
+                and p not in found
+                and p.dim() > 1
+                and not (p.requires_grad or not_plain(p))
+            ):
+                found[p] = (
+                    f"{name}.{key}".lstrip("."),
+                    p,
+                    f"{type(module).__name__} reads it itself",
+                )
     return [*found.values()]
 
 
@@ -256,3 +283,11 @@ def show_values(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     found, own = state.get(key := f"{prefix}weight"), module._parameters["weight"]
     if isinstance(found, FrozenWeight) and id(found) != id(own):  # else keep_vars=True
         state[key] = found.dequantize().cpu()
+
+
+def refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """Raise where load_state_dict is to put other parameters in the place of weights in FP8; a hook of layers."""
+    found = state.get(f"{prefix}weight")
+    if metadata.get("assign_to_params_buffers") and type(found) in (Tensor, nn.Parameter):
+        told = f"load_state_dict(assign=True) would replace {prefix}weight, which is kept in FP8"
+        raise ModelError(f"{told}. Leave assign out: values are quantized then.")

@@ -10,14 +10,15 @@ A mixture of experts has its tokens in the order of their experts, and `offs` sa
 How. x, dy and the stack of matrices have one scale each, from their own amax. Hopper's grouped kernel is torch's
 (`torch._scaled_grouped_mm`). It takes a scale for each row and column, so it gets the same one for all, and E4M3 only.
 For the weight's gradient it wants groups of a multiple of 16 rows: `take_rows` writes the transposed codes with rows of
-zeros between the groups. x is kept for backward in FP8 as it lies, and the weight is cast again.
+zeros between the groups. x is kept for backward in FP8 as it lies. The weight's codes for backward are made in forward
+and kept for few rows, else made in backward, as those of layers (`casts.py`).
 
 Sums are the fast ones, with fewer bits, in all three products: with the precise ones this kernel takes twice as long as
 one in bfloat16 (32 groups of 1,024 rows, 1,024 × 1,536, on an H100: 384 µs; fast 134; bfloat16 190).
 `fp8_fast_accum=False` asks for precise ones. On a CPU each group is a product of `linear.py`.
 
-Limits: sizes in multiples of 16; on a GPU, compute capability 9.0 and results rounded to bfloat16. What is in rows from
-offs[-1] on is not defined, as in torch, but counts for the scale of x.
+Limits: sizes in multiples of 16; on a GPU, compute capability 9.0 and results rounded to bfloat16. `grouped_matmul`
+reads and writes x, y and their gradients once more each, for the rows from offs[-1] on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         offs: int32 [groups], the row behind the last one of each group. Groups may be empty.
 
     Returns:
-        [rows, out] in the dtype of x, or autocast's. Rows from offs[-1] on are not defined.
+        [rows, out] in the dtype of x, or autocast's. Rows from offs[-1] on are zero.
 
     Raises:
         ModelError: if the shapes do not fit, a size is no multiple of 16, or the GPU has no such product.
@@ -75,7 +76,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
             )
     if reason := obstacle(weight):
         raise ModelError(f"grouped_matmul got {shapes}: {reason}.")
-    return multiply(x, *as_stack(weight), offs, _PRODUCTS, True)
+    return multiply_some(x, weight, offs, _PRODUCTS, True)
+
+
+def multiply_some(
+    x: Tensor, weight: Tensor, offs: Tensor, products: casts.Products, train: bool
+) -> Tensor:
+    """Return the grouped product, with zeros from offs[-1] on, whatever x has there, and so have gradients."""
+    if not len(x):
+        return x @ weight.sum(0).to(x.dtype)
+    inside = torch.arange(len(x), device=x.device)[:, None] < offs[-1]
+    y = multiply(torch.where(inside, x, 0), *as_stack(weight), offs, products, train)
+    return torch.where(inside, y, 0)
 
 
 def as_stack(weight: Tensor) -> tuple[Tensor, bool]:
@@ -107,7 +119,10 @@ def multiply(
     products: casts.Products,
     train: bool,
 ) -> Tensor:  # [rows, out]
-    """Return the grouped product in FP8, in the dtype of x or autocast's. There is no obstacle."""
+    """Return the grouped product in FP8, in the dtype of x or autocast's. There is no obstacle.
+
+    On a GPU, rows from offs[-1] on are not defined, and those of x count for its scale.
+    """
     options = grouped_options(products, train, output_dtype(x), turned)
     if torch.compiler.is_compiling():
         return _in_graph(x, stack, offs, *options[:-2])

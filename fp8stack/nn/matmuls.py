@@ -209,7 +209,7 @@ class _Mode(TorchFunctionMode):
             if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
                 return TOO_FEW
         products = self.bare.products_of(parameter, True)
-        return grouped.multiply(x, *grouped.as_stack(stack), offs, products, self.train)
+        return grouped.multiply_some(x, stack, offs, products, self.train)
 
     def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():

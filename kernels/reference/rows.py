@@ -25,8 +25,8 @@ def route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Give each pair of token and expert a row; the pairs of an expert stay in their order.
 
     Args:
-        top_k_index: the experts of each token, integers [tokens, count]. Those from `experts` on are elsewhere: such a
-            pair gets no row.
+        top_k_index: the experts of each token, integers [tokens, count]. Those from `experts` on, and negative ones,
+            are elsewhere: such a pair gets no row.
 
     Returns:
         The row behind the last one of each expert, int32 [experts], multiples of 16; the pair in each row, int32
@@ -34,6 +34,7 @@ def route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         the last expert's.
     """
     ids, rows = top_k_index.reshape(-1), rows_needed(top_k_index.numel(), experts)
+    ids = torch.where(ids < 0, experts, ids)
     counts = torch.bincount(ids.clamp(max=experts), minlength=experts + 1)[:experts]
     sizes = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends = sizes.cumsum(0).int()

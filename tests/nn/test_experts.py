@@ -62,7 +62,7 @@ def test_numbers_are_those_of_transformers_but_for_rounding(kind, dtype, device)
     plain, given = copy.deepcopy(module[0]), draw(device, dtype)
     gradient = torch.randn(TOKENS, HIDDEN).to(device, dtype)
     ours = native(module)
-    assert ours.activation == KINDS[kind]
+    assert ours.tried[1] == KINDS[kind]
     expected = results(plain, *given, gradient)
     found = results(ours, *given, gradient)
     for a, b in zip(found, expected, strict=True):
@@ -78,8 +78,58 @@ def test_a_gate_is_known_by_what_it_computes(act, found):
     module[0].act_fn = transformers.activations.ACT2FN[act]
     expected = copy.deepcopy(module[0])(*given)
     ours = native(module)
-    assert ours.activation == found
+    assert ours.tried[1] == found
     assert (ours(*given) - expected).norm() <= 0.07 * expected.norm()
+
+
+class Swish(nn.Module):
+    """SiLU with a trained slope, which begins as SiLU does."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_an_activation_that_may_change_is_called():
+    calls, given = [], draw()
+    module = build("Qwen3Moe")
+    module[0].act_fn = Swish()
+    ours = native(module)
+    ours(*given).sum().backward()
+    assert ours.act_fn.beta.grad.abs() > 0
+    ours = native(build("Qwen3Moe"))
+    before = ours(*given)
+    ours.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    assert (ours(*given) - before).norm() <= 0.05 * before.norm()
+    assert calls == [1]
+    ours.act_fn = nn.ReLU()
+    assert (ours(*given) - before).norm() > 0.1 * before.norm()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_arguments_may_have_names(kind):
+    ours, (x, index, weights) = native(build(kind)), draw()
+    names = ours.argument_names[1:]
+    named = dict(zip(names, (index, weights), strict=True))
+    assert_same_bits(ours(x, **named), ours(x, index, weights))
+    ours.half()
+    with pytest.raises(
+        fp8stack.errors.ModelError, match=r"experts 0 store .*float16.*float32 tokens"
+    ):
+        ours(x[None], index, weights)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_no_tokens_give_no_tokens_and_zero_gradients(kind, device):
+    ours, (x, index, weights) = native(build(kind, device)), draw(device)
+    found = results(ours, x[:0], index[:0], weights[:0], x[:0])
+    assert found[0].shape == (0, HIDDEN)
+    for p, gradient in zip(ours.parameters(), found[3:], strict=True):
+        assert gradient.shape == p.shape
+        assert not gradient.any()
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])

@@ -77,6 +77,30 @@ def test_products_and_gradients_are_those_of_the_rounded_operands(turned, dtype,
     assert not stack.grad[1].any()  # of the empty group
 
 
+def test_rows_behind_the_last_group_do_not_count(device):
+    need_grouped(device)
+    found = []
+    for beyond in (0.0, torch.nan):
+        torch.manual_seed(0)
+        stack = torch.randn(GROUPS, IN, OUT, device=device).requires_grad_()
+        x, grad, ends = draw(torch.float32, device)
+        x[ENDS[-1] :], grad[ENDS[-1] :] = beyond, beyond
+        y = grouped_matmul(x.requires_grad_(), stack, ends)
+        y.backward(grad)
+        assert not y[ENDS[-1] :].any()
+        found.append([y.detach(), x.grad, stack.grad])
+    assert_same_bits(found[1], found[0])
+
+
+def test_no_rows(device):
+    need_grouped(device)
+    stack = torch.randn(GROUPS, IN, OUT, device=device).requires_grad_()
+    y = grouped_matmul(torch.empty(0, IN, device=device), stack, stack.new_zeros(GROUPS).int())
+    y.sum().backward()
+    assert y.shape == (0, OUT)
+    assert not stack.grad.any()
+
+
 @LAYOUTS
 def test_a_models_own_grouped_products_are_fp8(turned, device):
     need_grouped(device)
