@@ -440,7 +440,7 @@ def layer_shapes() -> list[str]:
 def experts() -> list[str]:
     """Tabulate a layer of experts in FP8 beside bfloat16, and beside its products and the bytes of its casts."""
     rows = []
-    for record in read("experts"):
+    for record in (r for r in read("experts") if r["name"] == "experts"):
         params, floor = record["params"], record["products"] + record["casts"]
         if params["tokens"] in (1024, 4096, 16_384):
             rows.append((

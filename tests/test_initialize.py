@@ -6,7 +6,6 @@ import re
 import warnings
 from functools import partial
 from inspect import signature
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -493,14 +492,6 @@ def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, d
     assert losses[-1] < first[0]
 
 
-class Experts(Bare):
-    """Under transformers' choice of how experts multiply."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.config = SimpleNamespace(_experts_implementation=how)
-
-
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -525,13 +516,6 @@ SHARES = {  # what a model is made of, the share that multiplies in FP8, options
     "bare, everywhere": ([Bare], 1.0, {"matmuls": True}, ""),
     "bare, off": ([Bare], 0.0, {"matmuls": False}, ""),
     "half": ([Bare, lambda: nn.Linear(256, 64)], 0.5, {"matmuls": False}, ""),
-    "eager experts": ([lambda: Experts("eager"), LINEAR], 1.0, {}, ""),
-    "grouped experts": (
-        [lambda: Experts("grouped_mm"), *[LINEAR] * 12],
-        0.75,
-        {},
-        "75 %.*not 0.w and 2 .*grouped",
-    ),
     "router": ([MoeRouter, LINEAR], 0.5, {}, ""),
     "convolutions": (
         [lambda: nn.Conv1d(64, 64, 3), LINEAR],

@@ -92,9 +92,8 @@ class Fp8Experts(Mixin):
 
     mixin_prefix = "Fp8"
     products: tuple[casts.Products, casts.Products]
-    tried: tuple[
-        Any, str
-    ]  # its act_fn at the call, and that of ACTIVATIONS; "": what is between is its own code
+    # Its act_fn at the call, and that of ACTIVATIONS; "": what is between the products is its own code.
+    tried: tuple[Any, str]
     least_rows: LeastRows | None = None
     plain_forward: Any
     argument_names: tuple[str, ...]

@@ -14,8 +14,9 @@ zeros between the groups. x is kept for backward in FP8 as it lies. The weight's
 and kept for few rows, else made in backward, as those of layers (`casts.py`).
 
 Sums are the fast ones, with fewer bits, in all three products: with the precise ones this kernel takes twice as long as
-one in bfloat16 (32 groups of 1,024 rows, 1,024 × 1,536, on an H100: 384 µs; fast 134; bfloat16 190).
-`fp8_fast_accum=False` asks for precise ones. On a CPU each group is a product of `linear.py`.
+one in bfloat16 (32 groups of 1,024 rows, 1,024 × 1,536, on an H100: 384 µs; fast 134; bfloat16 190). Of 4,096 summands
+the relative error is 0.21 %, precise 0.17, which is the result's rounding to bfloat16; rounding operands to E4M3 makes
+3.7. `fp8_fast_accum=False` asks for precise sums. On a CPU each group is a product of `linear.py`.
 
 Limits: sizes in multiples of 16; on a GPU, compute capability 9.0 and results rounded to bfloat16. `grouped_matmul`
 reads and writes x, y and their gradients once more each, for the rows from offs[-1] on.
