@@ -51,7 +51,7 @@ def is_experts(module: nn.Module) -> bool:
     forward: Any = getattr(type(module), "forward", None)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return isinstance(module, Fp8Experts) or (
-        all(hasattr(module, name) for name in _MARKS) and "get_interface" in names
+        "get_interface" in names and all(hasattr(module, name) for name in _MARKS)
     )
 
 
