@@ -5,7 +5,7 @@ The exponential is the device's, as in `test_activation.py`.
 
 import pytest
 import torch
-from helpers import assert_nearly_the_same, assert_same_bits, quantize_tensor
+from helpers import assert_nearly_the_same, assert_same_bits, every_two, quantize_tensor
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import expert_activation as triton
@@ -52,9 +52,9 @@ def test_reference_casts_what_autograd_computes(activation):
     torch.testing.assert_close(d_weights.double(), w.grad, rtol=1e-4, atol=1e-7)
 
 
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_two(
+    2, shape=SHAPES, dtype=[torch.float32, torch.bfloat16], activation=["silu", "gelu", "gelu_tanh", "relu"]
+)  # fmt: skip
 def test_kernels_do_what_the_reference_does(shape, dtype, activation, kernel_device):
     given = draw(*shape, dtype)
     expected = both_ways(reference, *given, activation)
