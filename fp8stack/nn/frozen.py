@@ -230,28 +230,21 @@ def choose_frozen(
             reason = 'TransformerEngine reads it; compute="native" takes it'
         elif others := [m for m in owners[p] if m not in chosen and m is not module]:
             reason = f"{type(others[0]).__name__} reads it, too"
-        elif not (p.is_meta or p.isfinite().all()):
-            reason = "it has values that are not finite"
         elif any(size % unit for size in p.shape):
             reason = reason or f"its sizes are no multiples of {unit}"
         elif not reason and not can_swap(p):
             reason = (
                 "torch cannot replace it while outputs of a forward, or weak references, hold it"
             )
+        elif not (reason or p.is_meta or ops.is_traced(p) or p.isfinite().all()):
+            reason = "it has values that are not finite"  # what stands for a tensor has none
         found[p] = f"{name}.weight".lstrip("."), p, reason
     for name, module in model.named_modules():  # experts, embeddings
         for key, p in module._parameters.items():
-            if (
-                p is not None
-                and p not in found
-                and p.dim() > 1
-                and not (p.requires_grad or not_plain(p))
-            ):
-                found[p] = (
-                    f"{name}.{key}".lstrip("."),
-                    p,
-                    f"{type(module).__name__} reads it itself",
-                )
+            if p is None or p in found or p.dim() < 2 or p.requires_grad or not_plain(p):
+                continue
+            reason = f"{type(module).__name__} reads it itself"
+            found[p] = f"{name}.{key}".lstrip("."), p, reason
     return [*found.values()]
 
 

@@ -11,6 +11,7 @@ from helpers import assert_same_bits
 from layers import COPIES, RECIPES, conv1d, native
 from ranks import assert_equal_everywhere, run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import fp8stack
@@ -21,7 +22,7 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.monitor import Monitor
 from fp8stack.nn import fuse
-from fp8stack.nn.frozen import FrozenWeight
+from fp8stack.nn.frozen import FrozenWeight, choose_frozen
 from fp8stack.nn.select import NEVER
 
 HOW = [*({"fp8_recipe": recipe} for recipe in RECIPES), {"compute": "bf16"}]
@@ -511,3 +512,11 @@ def test_what_would_lose_weights_is_refused_or_named():
     assert model[1].weight.is_shared()
     fp8stack.restore(model)
     model.load_state_dict(state, assign=True)
+
+
+def test_weights_without_data_are_not_looked_at():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    ((name, _, reason),) = choose_frozen(model, set(model), {}, "native", False)
+    assert name == "0.weight"
+    assert reason.startswith("torch cannot replace it")  # whose mode refers to it

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_874
-TESTS_CAP = 26_811
+LIBRARY_CAP = 16_867
+TESTS_CAP = 26_818
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
