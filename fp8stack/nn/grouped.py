@@ -228,39 +228,34 @@ def padded_rows(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def product(
     a: Tensor,  # FP8 codes [rows, k], contiguous
     a_scale: Tensor,  # float32, 0-d
-    b: Tensor,  # FP8 codes [groups, k, n]; k is contiguous
+    b: Tensor,  # FP8 codes [groups, k, n], or [k, n], of which k is in groups; k is contiguous
     b_scale: Tensor,
-    offs: Tensor,  # int32 [groups]
+    offs: Tensor,  # int32 [groups]; of k they are multiples of 16
     dtype: torch.dtype,
     fast: bool,
-) -> Tensor:  # [rows, n] in dtype
-    """Return (a × a_scale) @ (b × b_scale), each group of rows by its own matrix."""
+) -> Tensor:  # [rows, n] in dtype; with k in groups [groups, rows, n]
+    """Return (a × a_scale) @ (b × b_scale), each group of rows by its own matrix, or each group of k by itself."""
     if not a.is_cuda:
-        y: Tensor = _product_on_cpu(a, b, a_scale, b_scale, offs, dtype)
-        return y
-    scales = a_scale.expand(len(a)).contiguous(), b_scale.expand(len(b), b.shape[2]).contiguous()
-    y = _kernel(a, b, *scales, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        made: Tensor = _product_on_cpu(a, b, a_scale, b_scale, offs, dtype)
+        return made
+    rows, cols = len(a), b.shape[-1]
+    of_k = len(offs) * rows, len(offs) * cols
+    sizes: Any = of_k if b.dim() == 2 else (rows, (len(offs), cols))
+    scales = (s.expand(n).contiguous() for s, n in zip((a_scale, b_scale), sizes, strict=True))
+    y: Tensor = _kernel(a, b, *scales, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return y.to(dtype)
 
 
 def weight_gradient(
-    g: tuple[
-        Tensor, Tensor
-    ],  # codes [out, rows] of the output's gradient, and scale; groups are padded
+    g: tuple[Tensor, Tensor],  # codes [out, rows] of the output's gradient, in padded groups; scale
     x: tuple[Tensor, Tensor],  # codes [in, rows] of the input, and scale
     ends: Tensor,  # int32 [groups], multiples of 16
     dtype: torch.dtype,
     options: casts.Options,
 ) -> Tensor:
     """Return the gradient of a stack [groups, out, in], or [groups, in, out] if it is turned."""
-    (a, a_scale), (b, b_scale) = (x, g) if options.turned else (g, x)
-    if not a.is_cuda:
-        dw: Tensor = _product_on_cpu(a, b.t(), a_scale, b_scale, ends, dtype)
-        return dw
-    scales = (s.expand(len(ends) * len(m)).contiguous() for m, s in ((a, a_scale), (b, b_scale)))
-    how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": options.fast}
-    dw = _kernel(a, b.t(), *scales, offs=ends, **how)
-    return dw.to(dtype)
+    a, (b, b_scale) = (x, g) if options.turned else (g, x)
+    return product(*a, b.t(), b_scale, ends, dtype, options.fast)
 
 
 @torch.library.custom_op("fp8stack_cpu::scaled_grouped_mm", mutates_args=())
