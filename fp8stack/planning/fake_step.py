@@ -11,9 +11,13 @@ differs. Here the model itself runs:
    that is alive beside it.
 
 The fake device is the CPU, because a torch without CUDA makes no fake CUDA tensors. Operators save the same there as on
-a GPU, but for attention. So `_GpuAttention` calls what SDPA calls on a GPU: flash attention for 16 bits without a mask,
-else the memory-efficient kernel, and where neither can (float32 with heads that share keys, a mask with such heads) the
-written-out form, which keeps scores.
+a GPU, but for two:
+
+- `_GpuAttention` calls what SDPA calls on a GPU: flash attention for 16 bits without a mask, else the memory-efficient kernel,
+  and where neither can (float32 with heads that share keys, a mask with such heads, a mask whose last dimension does
+  not lie in a row) the written-out form, which keeps scores.
+- Autocast on a GPU makes float32 of what goes into a list of functions, and a CPU's list lacks most of them.
+  `CudaAutocast` adds these. `pow` in GPT-2's activation puts out twice the bytes for it.
 
 Limits: a model that looks at values (`.item()`, loops over the experts that were hit) cannot run, and is refused. What
 a kernel uses inside itself is not seen. All layers that can multiply in FP8 do so, and no blocks are fused, as on a
@@ -36,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8stack.errors import ModelError, first_line
 from fp8stack.tensor_kinds import inner_tensors
@@ -45,6 +49,15 @@ from .resident_memory import Precision, at_the_level
 
 _CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
+# "CUDA Ops that can autocast to float32", https://docs.pytorch.org/docs/stable/amp.html; the reversed division and power
+# are methods of tensors
+_FLOAT32_IN_AUTOCAST = frozenset(
+    "__rdiv__ __rpow__ acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity "
+    "cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log "
+    "log10 log1p log2 log_softmax margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm "
+    "normalize pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax "
+    "softmin softplus sum tan triplet_margin_loss".split()
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ def measure_step(
             at_the_level(model, torch.optim.AdamW(model.parameters()), recipe, _CPU)
     live = _Live(model)
     try:
-        with warnings.catch_warnings(), mode, _GpuAttention(), live:
+        with warnings.catch_warnings(), mode, _GpuAttention(), CudaAutocast(), live:
             warnings.simplefilter("ignore")
             with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast):
                 output = run(model)
@@ -98,7 +111,7 @@ def measure_step(
             del output
             forward, kept = live.most, live.bytes
             live.most = kept
-            # `backward` would leave the mode of attention, which checkpointing needs to make activations again
+            # `backward` would leave the modes of functions, which checkpointing needs to make activations again
             back: Any = torch.autograd.graph._engine_run_backward
             ones = tuple(torch.ones_like(end) for end in ends)
             back(tuple(ends), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -178,8 +191,55 @@ class _GpuAttention(TorchFunctionMode):
             return _attention(*args, **kwargs)
         grouped = getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)
         if func in grouped and args[0].dtype is not torch.bfloat16:
-            return torch.ops.transformers.grouped_mm_fallback(*args[:2], kwargs["offs"])
+            return _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Makes float32 of what CUDA's autocast makes float32, where a CPU's is on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
+            if func is F.cross_entropy:
+                return _cross_entropy(*args, **kwargs)
+            if getattr(func, "__name__", "") in _FLOAT32_IN_AUTOCAST:
+                args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Keep logarithms in the dtype of `input` and in float32, since CUDA's autocast makes float32 of the latter alone.
+
+    Losses with smoothed labels or with probabilities for targets are taken in float32.
+    """
+    if kwargs.get("label_smoothing") or target.is_floating_point():
+        return F.cross_entropy(_in_float32(input), target, weight, *args, **kwargs)
+    kwargs.pop("label_smoothing", None)
+    logarithms = F.log_softmax(input, min(1, input.ndim - 1))
+    return F.nll_loss(_in_float32(logarithms), target, weight, *args, **kwargs)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What a grouped product of tokens [rows, in] and weights [groups, in, out] puts out and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weights)
+        return tokens.new_empty(tokens.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, weights = ctx.saved_tensors
+        return torch.empty_like(tokens), torch.empty_like(weights)
 
 
 def _attention(
@@ -199,7 +259,8 @@ def _attention(
     if q.ndim == 4 and plain and q.dtype in _HALF:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    if q.ndim == 4 and q.shape[-3] == k.shape[-3]:
+    in_a_row = attn_mask is None or attn_mask.stride(-1) == 1  # T5's biases lie the other way
+    if q.ndim == 4 and q.shape[-3] == k.shape[-3] and in_a_row:
         if attn_mask is not None:  # a bias in the dtype of q, which a boolean mask is made
             attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:-1], k.shape[-2])
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
