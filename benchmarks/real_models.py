@@ -209,7 +209,7 @@ MODELS = {
     "unet-sd15": Real(  # Stable Diffusion 1.5's
         "UNet2DConditionModel", "",
         {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64},
-        {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 48, "sample_size": 16},
+        {"block_out_channels": (32, 32, 32, 32), "cross_attention_dim": 48, "sample_size": 8, "layers_per_block": 1},
         batch=8, length=77, kind="noise",
     ),
     "dit-xl": Real(  # DiT-XL/2 for images of 256 × 256

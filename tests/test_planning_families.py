@@ -149,11 +149,11 @@ def test_parameters_are_those_of_the_model_and_of_a_token(kind, described):
 @pytest.mark.filterwarnings("ignore:.*of the matrix parameters multiply in FP8")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_pass_and_what_stays_are_those_of_a_real_step(kind, described):
-    """On a CPU SDPA writes attention out for values of another width; a GPU does not.
+    """On a CPU SDPA writes attention out for values of another width, and for biases with a gradient; a GPU does not.
 
-    So DeepSeek is compared with attention that is written out in both places.
+    So DeepSeek and T5 are compared with attention that is written out in both places.
     """
-    own = {"attn_implementation": "eager"} if kind == "deepseek_v3" else {}
+    own = {"attn_implementation": "eager"} if kind in ("deepseek_v3", "t5") else {}
     model = described(kind, **own)
     same = {"weights": "weight", "masters": "master", "gradients": "grad", "v": "v"}
     wide = [BASELINES["fp32"]] * (kind in ("gpt2", "bert", "gpt_oss"))
