@@ -41,7 +41,7 @@ WHISPER = {
 }  # fmt: skip
 PICTURES = {"img_size": 32, "num_heads": 4}
 UNET = {
-    "sample_size": 16, "block_out_channels": (64, 96), "layers_per_block": 1, "cross_attention_dim": 64,
+    "sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 64,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 8, "norm_num_groups": 16,
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "in_channels": 4, "out_channels": 4,
 }  # fmt: skip

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fp8stack import checkpoint
 from fp8stack.errors import CheckpointError, first_line
@@ -104,6 +102,10 @@ def _check_part(place: str, key: Any, value: Any, may_be_sparse: bool) -> None:
 
 
 def _read_folder(path: Path) -> Any:
+    # takes as long to import as torch, which every command would wait for
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     with tempfile.TemporaryDirectory(prefix="fp8stack-") as folder:
         try:
             if not any(path.glob("*.metadata")):  # torch would log a traceback

@@ -53,7 +53,7 @@ def test_a_wrong_command_is_one_line(given, message, capsys):
 
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line(tmp_path):
     code = "import torch\ndef make():\n"
-    code += "    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(99)))\n"
+    code += "    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(40)))\n"
     (tmp_path / "many.py").write_text(code)  # of which the command says more than the pipe holds
     command = [sys.executable, "-m", "fp8stack", "plan", f"{tmp_path}/many.py:make", "--json"]
     reading, writing = os.pipe()

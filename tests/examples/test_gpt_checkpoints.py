@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,18 +12,18 @@ from gpt import checkpoints
 from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
 from gpt.config import Config
 from gpt.runs import find_checkpoint, list_runs
+from workers_scripts import run_script
 
 from fp8stack.errors import Fp8StackWarning
 
 ROOT = Path(checkpoints.__file__).parents[2]
 FULL = """
 import resource, sys
-sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 import torch
 from gpt.checkpoints import CheckpointError, save
 
-folder = Path(sys.argv[3])
+folder = Path(sys.argv[1])
 def write(step, size):
     return save(folder, step, {"model": {"w": torch.full((size,), float(step))}}, {"step": step}, {}, {}, 3)
 write(1, 10)
@@ -143,13 +141,13 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
-    command = [sys.executable, "-c", FULL, str(ROOT / "examples"), str(ROOT), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("no checkpoint could be written") == 2
-    assert result.stdout.count("File too large") == 2
-    assert names(tmp_path) == ["step_00000001", "step_00000004"]
-    assert [inspect(c.path).step for c in list_checkpoints([tmp_path])] == [1, 4]
+    script, folder = tmp_path / "full.py", tmp_path / "checkpoints"
+    script.write_text(FULL)
+    said = run_script([str(script), str(folder)], tmp_path / "said", 0)
+    assert said.count("no checkpoint could be written") == 2
+    assert said.count("File too large") == 2
+    assert names(folder) == ["step_00000001", "step_00000004"]
+    assert [inspect(c.path).step for c in list_checkpoints([folder])] == [1, 4]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

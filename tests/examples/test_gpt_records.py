@@ -12,10 +12,12 @@ import train_gpt
 from gpt import checkpoints
 from gpt.trainer import Trainer
 from workers_gpt import configure, losses_of, read, train
+from workers_scripts import Started
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
-ROOT = Path(train_gpt.__file__).parents[1]
+SCRIPT = Path(train_gpt.__file__)
+ROOT = SCRIPT.parents[1]
 LIMIT = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -116,30 +118,31 @@ def test_overwrite_deletes_nothing_where_the_new_run_cannot_begin(flags, tmp_pat
 
 
 @pytest.mark.parametrize("board", ["--no-tensorboard", "--tensorboard"])
-def test_files_that_cannot_grow_end_a_run_without_a_traceback(flags, board):
+def test_files_that_cannot_grow_end_a_run_without_a_traceback(flags, board, tmp_path):
     """By a real limit, which run.json keeps and its records do not, TensorBoard's thread or this one first."""
-    script = str(ROOT / "examples" / "train_gpt.py")
-    command = [sys.executable, "-c", LIMIT, "4000", script, *flags, "--steps", "90", board]
+    (tmp_path / "limit.py").write_text(LIMIT)
+    command = [tmp_path / "limit.py", "4000", SCRIPT, *flags, "--steps", "90", board]
     command += ["--opt-level", "off", "--eval-freq", "0", "--checkpoint-freq", "0"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1
+    status, _, errors = Started(command, "/dev/null", tmp_path / "errors").end()
+    assert (status, errors.count("\n")) == (2, 1), errors
     expected = r"/(tensorboard|metrics\.jsonl) cannot be written \(File too large\). Make room"
-    assert re.search(expected, result.stderr)
+    assert re.search(expected, errors)
 
 
-@pytest.mark.parametrize("where", ["full", "both closed"])
-def test_a_run_goes_on_without_its_stdout(flags, where, tmp_path):
-    redirect = {"full": "> /dev/full", "both closed": ">&- 2>&-"}[where]
-    arguments = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags]
-    script = f'{{ "$@"; echo $? > {tmp_path}/status; }} {redirect}'
-    command = ["bash", "-c", script, "bash", *arguments, "--no-tensorboard"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert (tmp_path / "status").read_text() == "0\n"
-    (run,) = (tmp_path / "runs").iterdir()
-    assert len(losses_of(run)) == 4
-    assert list(run.rglob("step_00000004"))
+def test_a_run_goes_on_without_its_stdout(flags, tmp_path):
+    full = [*flags, "--no-tensorboard", "--run-name", "full"]
+    status, _, errors = Started([SCRIPT, *full], "/dev/full", tmp_path / "errors").end()
+    assert status == 0
+    (line,) = errors.splitlines()
     told = "train_gpt: warning: stdout cannot be written (No space left on device): nothing more"
-    assert len(result.stderr.splitlines()) == (where == "full")
-    assert result.stderr.startswith(told if where == "full" else "")
+    assert line.startswith(told)
+    # Python itself begins without streams that are closed
+    closed = [sys.executable, str(SCRIPT), *flags, "--no-tensorboard", "--run-name", "closed"]
+    assert (
+        subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "bash", *closed], timeout=240).returncode
+        == 0
+    )
+    for name in ("full", "closed"):
+        (run,) = (tmp_path / "runs").glob(f"{name}-*")
+        assert len(losses_of(run)) == 4
+        assert list(run.rglob("step_00000004"))

@@ -1,16 +1,12 @@
 """A run that is stopped goes on with the same bits: at every level, on other ranks, and when it is killed."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import workers_gpt
-from gpt import checkpoints
 from gpt.trainer import Trainer
 from ranks import run_ranks
 from workers_gpt import (
@@ -24,6 +20,7 @@ from workers_gpt import (
     train,
     write_text,
 )
+from workers_scripts import run_script
 
 import fp8stack
 from fp8stack import capability
@@ -221,13 +218,8 @@ def test_a_checkpoint_of_another_model_is_refused(folder):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_eight_times_ends_as_one_that_was_not(tmp_path):
-    tests = Path(workers_gpt.__file__).parent
-    paths = [tests, Path(checkpoints.__file__).parents[1], tests.parent]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, str(tests / "kill_gpt.py"), str(tmp_path), "8"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    command = [str(Path(workers_gpt.__file__).with_name("kill_gpt.py")), str(tmp_path), "8"]
+    found = json.loads(run_script(command, tmp_path / "said", 0))
     assert found["same"]
     assert found["kills"] == 8
     assert found["unfinished"] >= 3  # or the kills have missed what they were for

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import train_gpt
 from gpt.checkpoints import list_checkpoints
 from gpt.stopping import NAMES
 from workers_gpt import losses_of
-from workers_scripts import group_of, run_script
+from workers_scripts import Started, group_of, run_script
 
 SCRIPT = Path(train_gpt.__file__)
 LONGER = "--steps 40 --checkpoint-freq 100 --eval-freq 15 --no-tensorboard"
@@ -20,34 +21,24 @@ SLOW = "--seq-len 256 --target-effective-batch-size 60 --micro-batch 1 --opt-lev
 
 
 @pytest.fixture
-def start(ctrl_c):
-    """Start a process, which does not outlive the test."""
+def start(tmp_path):
+    """Start a script, which does not outlive the test."""
     started = []
 
     def start(command, **variables):
-        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), **variables}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, *command], env=environment, **pipes))
+        streams = (tmp_path / f"{name}{len(started)}.txt" for name in ("out", "err"))
+        started.append(Started(command, *streams, **variables))
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for script in started:
+        script.kill()
 
 
-def begin(process):
+def begin(started):
     """Wait until a step was logged."""
-    for line in process.stdout:
-        if re.match(r"step \d+ \| epoch", line):
-            return
-    raise AssertionError(process.stderr.read())
-
-
-def end(process, timeout=240):
-    """Return status, stdout that is left, and stderr of a process that ends."""
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+    if not any(re.match(r"step \d+ \| epoch", line) for line in started.lines()):
+        raise AssertionError(started.end())
 
 
 def stopped_at(out, name):
@@ -63,7 +54,7 @@ def test_a_run_that_signals_stop_twice_ends_as_one_that_was_left_alone(start, fl
         process = start([str(SCRIPT), *flags, "--run-name", "a"])
         begin(process)
         process.send_signal(getattr(signal, name))
-        status, out, err = end(process)
+        status, out, err = process.end()
         assert status == 128 + getattr(signal, name)
         assert "Traceback" not in err
         assert ("Ctrl-C again ends at once" in err) == (name == "SIGINT")
@@ -88,7 +79,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags
     ]
     begin(ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
-    (status, out, err), (other, _, errors) = map(end, ranks)
+    (status, out, err), (other, _, errors) = (rank.end() for rank in ranks)
     assert status == other == 128 + signal.SIGTERM
     assert "Traceback" not in err + errors
     assert "FutureWarning" not in err + errors  # torch 2.13 deprecates DDP's broadcast_buffers
@@ -99,16 +90,26 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags
     assert losses_of(runs / "a-bf16") == losses_of(runs / "alone-bf16")
 
 
-def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(start, flags, tmp_path):
-    early, late = (start([str(SCRIPT), *flags, *f"{LONGER} {SLOW}".split()]) for _ in range(2))
-    assert "loading PyTorch" in early.stdout.readline()  # while it imports
-    early.send_signal(signal.SIGINT)
-    assert end(early)[::2] == (-signal.SIGINT, "")
+def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(
+    start, flags, ctrl_c, tmp_path
+):
+    command = [str(SCRIPT), *flags, *f"{LONGER} {SLOW}".split()]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    early = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
+    with early:
+        assert "loading PyTorch" in early.stdout.readline()  # while it imports
+        early.send_signal(signal.SIGINT)
+        assert early.communicate(timeout=60)[1] == ""
+        assert early.returncode == -signal.SIGINT
+    late, errors = start(command), tmp_path / "err0.txt"
     begin(late)
     late.send_signal(signal.SIGINT)
-    assert late.stderr.readline() + late.stderr.readline() == (
-        "\ntrain_gpt: stopping at the end of this step, with a checkpoint; Ctrl-C again ends at once\n"
-    )
+    told = "\ntrain_gpt: stopping at the end of this step, with a checkpoint; Ctrl-C again ends at once\n"
+    while errors.read_text() != told:
+        assert told.startswith(errors.read_text())
+        time.sleep(0.001)
     late.send_signal(signal.SIGINT)
-    assert end(late, timeout=20)[::2] == (-signal.SIGINT, "")
+    status, _, err = late.end()
+    assert (status, err) == (-signal.SIGINT, told)
     assert not list((tmp_path / "runs").glob("*/checkpoints/step_*"))

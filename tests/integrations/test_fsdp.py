@@ -40,10 +40,14 @@ def block():
     return nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 192), nn.GELU(), conv1d(192, 128))
 
 
+def encoder():
+    return nn.TransformerEncoderLayer(128, 4, 192, 0.0, "gelu", batch_first=True, norm_first=True)
+
+
 class Blocks(nn.Module):
     """Two blocks whose parts ranks share unevenly, with a head that is sharded on its own, or the embedding's."""
 
-    def __init__(self, tied=False, recomputes=False):
+    def __init__(self, tied=False, recomputes=False, block=block):
         super().__init__()
         self.embed = nn.Embedding(321, 128)
         self.blocks = nn.ModuleList(block() for _ in range(2))
@@ -137,6 +141,7 @@ def train_at_every_level(rank, device):
         assert each[-1] < 0.8 * each[0], name
         rounded = name == "O1 gathered"  # weights to E4M3
         assert torch.allclose(each, losses["plain"], rtol=0.06 if rounded else 0.02), name
+    train_torchs_encoder()
     accumulate_micro_batches()
     hand_states_over()
     freeze_parameters()
@@ -168,6 +173,20 @@ def keep_the_contract(model, optimizer):
     assert isinstance(model.head, fp8stack.nn.Fp8Linear)
     with pytest.raises(ModelError, match=r"sharded by FSDP2 before.*master_state_dict"):
         fp8stack.restore(model, optimizer)
+
+
+def train_torchs_encoder():
+    """Its attention, a module without a Linear for its three inputs, trains as under FSDP2 alone."""
+    plain, sharded = (shard(make(block=encoder)) for _ in range(2))
+    expected = train(plain, adamw(plain))
+    model, optimizer = attach(sharded, adamw(sharded), "O2", compute="native")
+    assert fp8stack.get_report(model).share == 1
+    losses = train(model, optimizer)
+    verify(model, optimizer)
+    for each in (losses, expected):
+        dist.all_reduce(each)
+    assert losses[-1] < 0.8 * losses[0]
+    assert torch.allclose(losses, expected, rtol=0.02)
 
 
 def accumulate_micro_batches():
