@@ -212,7 +212,6 @@ def test_models_train(name, monkeypatch):
     pytest.importorskip(real_models.MODELS[name].library)
     monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
     monkeypatch.setattr(real_models, "TURNS", 1)
-    monkeypatch.setattr(real_models, "WARM_UP", 1)
     options = SimpleNamespace(device="cpu", steps=1, micro_batches=1 + (name == "tiny"))
     base, o2 = (
         real_models.measure(real_models.Variant(*v), name, options) for v in (["bf16"], ["O2"] * 2)
