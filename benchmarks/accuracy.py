@@ -77,7 +77,6 @@ VARIANTS = [
     Variant("current", {}),
     Variant("current, head out", {}, ("lm_head",)),
     Variant("current, head and ends out", {}, ("lm_head", "ends")),
-    Variant("current, E4M3", {"fp8_format": "e4m3"}),
     Variant("blockwise", BLOCKWISE),
     Variant("blockwise, head out", BLOCKWISE, ("lm_head",)),
     *(Variant(f"current, only {kind}", {}, only=names) for kind, names in KINDS.items()),

@@ -471,6 +471,20 @@ def lora() -> list[str]:
     )
 
 
+@table("accuracy")
+def trained_model() -> list[str]:
+    """Tabulate how far FP8 products move a trained model from bf16."""
+    rows = []
+    for variant, record in by_variant(read("accuracy", model="smollm2-135m")).items():
+        kl, gap = f"{record['kl']:.4f}", f"{record['loss_gap']:+.4f}"
+        errors = (f"{record[key]:.4f}" for key in ("kl_error", "loss_gap_error"))
+        cells = (f"{each} ± {error}" for each, error in zip((kl, gap), errors, strict=True))
+        rows.append((variant, *cells, f"{100 * record['same']:.1f} %"))
+    return lines(
+        ("", "KL(bf16 ‖ it), nats a token", "loss above bf16's", "same first choice"), rows
+    )
+
+
 MODELS = {
     "llama-1b": "Llama-3.2-1B", "llama-8b-4": "4 layers of Llama-3-8B", "gpt2": "GPT-2 124M", "vit-l": "ViT-L/16",
     "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",

@@ -13,9 +13,9 @@ differs. Here the model itself runs:
 The fake device is the CPU, because a torch without CUDA makes no fake CUDA tensors. Operators save the same there as on
 a GPU, but for two:
 
-- `_GpuAttention` calls what SDPA calls on a GPU: flash attention for 16 bits without a mask, else the memory-efficient kernel,
-  and where neither can (float32 with heads that share keys, a mask with such heads, a mask whose last dimension does
-  not lie in a row) the written-out form, which keeps scores.
+- `_GpuAttention` calls what SDPA calls on a GPU: flash attention for 16 bits without a mask, else the memory-efficient
+  kernel, and where neither can (float32 with heads that share keys, a mask with such heads, a mask whose last dimension
+  does not lie in a row) the written-out form, which keeps scores.
 - Autocast on a GPU makes float32 of what goes into a list of functions, and a CPU's list lacks most of them.
   `CudaAutocast` adds these. `pow` in GPT-2's activation puts out twice the bytes for it.
 
@@ -49,11 +49,16 @@ from .resident_memory import Precision, at_the_level
 
 _CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
-# "CUDA Ops that can autocast to float32", https://docs.pytorch.org/docs/stable/amp.html; the reversed division and power
-# are methods of tensors
-_FLOAT32_IN_AUTOCAST = frozenset(
-    ["__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss"]
-)
+# "CUDA Ops that can autocast to float32", https://docs.pytorch.org/docs/stable/amp.html; reversed division and power
+# are methods of tensors. `cross_entropy` is another matter: see `_cross_entropy`.
+_FLOAT32_IN_AUTOCAST = frozenset((
+    "__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
+    "cosine_embedding_loss", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
+    "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2",
+    "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss",
+    "norm", "normalize", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh",
+    "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import accuracy
 import attention
 import comm
 import convergence
@@ -92,6 +93,10 @@ def read(path):
 
 
 BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
+    accuracy: (
+        ["--tokens", "64", "--window", "16"],
+        ["float32", "current, head out", "current, only head"],
+    ),
     attention: (["--steps", "2"], ["plain", "sdpa, its choice", "sdpa math"]),
     comm: (
         ["--gpus", "2", "--sizes", "64K", "--seconds", "0.01"],
@@ -135,6 +140,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     ),
 }
 WITHIN = {  # numbers of every record, the least and the most that they may be
+    accuracy: [("kl", 1e-9, 0.01), ("loss_gap", -0.02, 0.02), ("same", 0.7, 1)],
     attention: [("off", 1e-9, 0.01)],
     comm: [("snr_db", 26, 35), ("differing_bytes", 0, 0)],
     convergence: [("skipped_steps", 0, 0), ("bytes_per_parameter.total", 6, 16.1)],

@@ -180,7 +180,9 @@ sleep 1000
 
 
 @pytest.mark.slow
-def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_ends_when_it_is_told_to(cluster, tmp_path):
+def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_ends_when_it_is_told_to(
+    cluster, tmp_path
+):
     write_text(tmp_path)
     log = tmp_path / "job.log"
     where = ["--output", log, "--gpus-per-node=1", "--cpus-per-task=1", "--signal=USR1@1"]
