@@ -28,7 +28,7 @@ cast behind it a pass over the values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,13 +82,6 @@ FEW_ROWS = 4096
 """Up to this many rows of input, forward makes and keeps the weight's codes for backward."""
 
 
-ARGUMENTS = (
-    "str digest, bool turned, str formats, str fp8_recipe, bool fast, int x_state, int w_state, int g_state, "
-    "bool train, ScalarType dtype"
-)
-"""All of `Options` but the last two, as the last arguments of operators."""
-
-
 class Options(NamedTuple):
     """How one product and its backward are made."""
 
@@ -97,11 +90,11 @@ class Options(NamedTuple):
     formats: str  # a key of FORMATS
     fp8_recipe: str
     fast: bool  # sum the forward product with fewer bits
-    x_state: int  # handles of a DelayedState, -1 if the recipe has none
-    w_state: int
-    g_state: int
     train: bool
     dtype: torch.dtype  # of the output
+    x_state: int = -1  # handles of a DelayedState, -1 if the recipe has none
+    w_state: int = -1
+    g_state: int = -1
     products: Products | None = None  # whose histories live as long as this; None in a graph
     probe: Any = None  # a monitor's, while it samples; None in a graph
 
@@ -112,6 +105,41 @@ class Options(NamedTuple):
     def recomputes(self, x: Tensor) -> bool:
         """Return whether a backward runs the forward of `x` again. What a graph is made in says nothing of its runs."""
         return self.train and not self.traced(x) and in_backward()
+
+
+_SETTINGS = (
+    "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool train, ScalarType dtype"
+)
+_COUNT = 7  # of Options are these settings; its three states come next
+
+
+def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function of products one operator in graphs of torch.compile, so that Dynamo does not trace what it does.
+
+    schema: name and arguments of the function but for the last one. That is a list of the Options of its products, which
+    differ in their states only.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compute(*given: Any) -> Tensor:
+            *own, states = given
+            first = Options(*own[-_COUNT:])
+            triples = zip(states[::3], states[1::3], states[2::3], strict=True)
+            options = [first._replace(x_state=x, w_state=w, g_state=g) for x, w, g in triples]
+            return function(*own[:-_COUNT], options)
+
+        in_graph = ops.define_composite(f"{schema}, {_SETTINGS}, int[] states) -> Tensor", compute)
+
+        def run(*given: Any) -> Tensor:
+            if not torch.compiler.is_compiling():
+                return function(*given)
+            *own, options = given
+            states = [state for each in options for state in each[_COUNT : _COUNT + 3]]
+            return in_graph(*own, *options[0][:_COUNT], states)
+
+        return run
+
+    return decorate
 
 
 class Products:
@@ -163,7 +191,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, x, w, g, train, dtype,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
 

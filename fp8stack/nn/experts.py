@@ -150,12 +150,7 @@ class Fp8Experts(Mixin):
             options = [
                 grouped.grouped_options(p, self.training, output_dtype(x), turned) for p in self.products
             ]  # fmt: skip
-            given = x, first, down, weights
-            if torch.compiler.is_compiling():
-                y = _in_graph(*given, *groups, activation, *options[0][:-2])
-            else:
-                y = _Experts.apply(*given, groups, activation, options)
-            return y.to(x.dtype)
+            return _multiply(x, first, down, weights, *groups, activation, options).to(x.dtype)
         rows = torch.where(pairs[:, None] < 0, 0, x[pairs.clamp(min=0) // places.shape[1]])
         h = grouped.multiply(rows, first, turned, ends, self.products[0], self.training)
         h = _biased(module, h, stacks_of(self)[0], ends)
@@ -201,19 +196,13 @@ def _biased(module: Any, y: Tensor, name: str, ends: Tensor) -> Tensor:
     return y + bias[expert].to(y.dtype)
 
 
-def _operator(
-    x: Any, first: Any, down: Any, weights: Any, ends: Any, pairs: Any, places: Any, activation: str, *rest: Any
-) -> Tensor:  # fmt: skip
-    settings = (ends, pairs, places), activation, [casts.Options(*rest)] * 2
-    result: Tensor = _Experts.apply(x, first, down, weights, *settings)
-    return result
-
-
-_in_graph = ops.define_composite(
+@casts.operator(
     "experts(Tensor x, Tensor first, Tensor down, Tensor weights, Tensor ends, Tensor pairs, Tensor places, "
-    f"str activation, {casts.ARGUMENTS}) -> Tensor",
-    _operator,
+    "str activation"
 )
+def _multiply(*given: Any) -> Tensor:
+    result: Tensor = _Experts.apply(*given)
+    return result
 
 
 class _Experts(torch.autograd.Function):
@@ -224,12 +213,14 @@ class _Experts(torch.autograd.Function):
         first: Tensor,  # [experts, 2 · hidden, in], or [experts, in, 2 · hidden] if its options.turned
         down: Tensor,  # [experts, in, hidden], or [experts, hidden, in]
         weights: Tensor,  # [tokens, count]
-        groups: tuple[Tensor, Tensor, Tensor],  # of `ops.route`
+        ends: Tensor,  # these three of `ops.route`
+        pairs: Tensor,
+        places: Tensor,
         activation: str,
         options: list[casts.Options],
     ) -> Tensor:  # [tokens, in]
         own, of_down = options
-        dtype, (ends, pairs, places) = own.dtype, groups
+        dtype = own.dtype
         codes, x_scale, _, _ = casts.cast_matrix(x, E4M3, transposed=False)
         need_x, need_first, *_ = need = ctx.needs_input_grad
         codes, codes_t = ops.take_rows(codes, pairs, places.shape[1], True, need_first)
@@ -243,7 +234,7 @@ class _Experts(torch.autograd.Function):
         ctx.settings = activation, options, x.dtype
         ctx.save_for_backward(
             codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale,
-            *groups,
+            ends, pairs, places,
         )  # fmt: skip
         return ops.sum_rows(y, places)
 
@@ -279,4 +270,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_weights = (
             ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights.dtype)
         )
-    return dx, d_first, d_down, d_weights, None, None, None
+    return dx, d_first, d_down, d_weights, *(None,) * 5

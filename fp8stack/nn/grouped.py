@@ -124,10 +124,12 @@ def multiply(
 
     On a GPU, rows from offs[-1] on are not defined, and those of x count for its scale.
     """
-    options = grouped_options(products, train, output_dtype(x), turned)
-    if torch.compiler.is_compiling():
-        return _in_graph(x, stack, offs, *options[:-2])
-    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), options)
+    return _multiply(x, stack, offs, [grouped_options(products, train, output_dtype(x), turned)])
+
+
+@casts.operator("grouped(Tensor x, Tensor stack, Tensor offs")
+def _multiply(x: Tensor, stack: Tensor, offs: Tensor, options: list[casts.Options]) -> Tensor:
+    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), *options)
     return result
 
 
@@ -139,14 +141,6 @@ def grouped_options(
     return products.options(train, dtype)._replace(
         turned=turned, fp8_recipe="current", fast=fast, x_state=none, w_state=none, g_state=none
     )
-
-
-_in_graph = ops.define_composite(
-    f"grouped(Tensor x, Tensor stack, Tensor offs, {casts.ARGUMENTS}) -> Tensor",
-    lambda x, stack, offs, *options: _GroupedMatmul.apply(
-        x, stack, offs.int(), casts.Options(*options)
-    ),
-)
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -15,8 +15,8 @@ The layer is an `nn.Linear` or a Conv1D whose class was changed: its parameters,
 untouched, and changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the
 dtype of the input, or autocast's where autocast is on.
 
-Under torch.compile a layer is one operator, so Dynamo does not trace what is in here, which would take it 0.1 s a
-layer. AOTAutograd runs it, autograd.Function included: Inductor gets the casts and the products.
+Under torch.compile a layer is one operator (`casts.operator`): Dynamo would take 0.1 s to trace it. AOTAutograd runs
+it, autograd.Function included: Inductor gets the casts and the products.
 """
 
 from __future__ import annotations
@@ -123,14 +123,12 @@ def fp8_matmul(
     """
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     backward = x.requires_grad or weight.requires_grad
-    options = products.options(train, output_dtype(x), backward)
-    if torch.compiler.is_compiling():
-        return _in_graph(x, weight, bias, *options[:-2])
-    return _multiply(x, weight, bias, options)
+    return _multiply(x, weight, bias, [products.options(train, output_dtype(x), backward)])
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Options) -> Tensor:
-    grad = torch.is_grad_enabled()
+@casts.operator("linear(Tensor x, Tensor weight, Tensor? bias")
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.Options]) -> Tensor:
+    (options,), grad = given, torch.is_grad_enabled()
     x8 = casts.cast_input(x, options, grad and weight.requires_grad)
     w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
     if options.probe is not None:
@@ -142,12 +140,6 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Opt
     apply = _Fp8Matmul.apply if torch._C._are_functorch_transforms_active() else _apply
     result: Tensor = apply(x, weight, bias, *x8, *w8, options)
     return result
-
-
-_in_graph = ops.define_composite(
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {casts.ARGUMENTS}) -> Tensor",
-    lambda x, weight, bias, *options: _multiply(x, weight, bias, casts.Options(*options)),
-)
 
 
 class _Fp8Matmul(torch.autograd.Function):

@@ -182,12 +182,10 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Layer], activation: str) -> Tensor:
     backward = x.requires_grad or any(weight.requires_grad for weight in weights)
     options = [layer.products.options(first.training, dtype, backward) for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    if torch.compiler.is_compiling():
-        states = [s for each in options for s in (each.x_state, each.w_state, each.g_state)]
-        return _in_graph(x, weights, biases, activation, states, *options[0][:-2])
     return _compute(x, weights, biases, activation, options)
 
 
+@casts.operator("mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation")
 def _compute(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -206,22 +204,6 @@ def _compute(
     settings = activation, len(biases) > 0, h_scaling, options
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result
-
-
-def _operator(
-    x: Any, weights: Any, biases: Any, activation: str, states: Any, *rest: Any
-) -> Tensor:
-    first = casts.Options(*rest)
-    triples = zip(states[::3], states[1::3], states[2::3], strict=True)
-    options = [first._replace(x_state=i, w_state=w, g_state=g) for i, w, g in triples]
-    return _compute(x, weights, biases, activation, options)
-
-
-# as a layer is one operator, see `linear.py`; layers differ in their `states` only: x, w and g of each
-_in_graph = ops.define_composite(
-    f"mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, int[] states, {casts.ARGUMENTS}) -> Tensor",
-    _operator,
-)
 
 
 class _MLP(torch.autograd.Function):
