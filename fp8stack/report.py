@@ -169,7 +169,8 @@ def selected_layers(model: nn.Module) -> dict[str, str]:
     """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
     rows = {name: p.products.least_rows for name, p in fp8_products(model).items() if p.weight}
     told = {name: describe(least) for name, least in rows.items() if least is not None}
-    experts = {n: m.least_rows for n, m in model.named_modules() if isinstance(m, Fp8Experts)}
+    found = ((name, m) for name, m in model.named_modules() if isinstance(m, Fp8Experts))
+    experts = {name: m.products[0].least_rows for name, m in found}
     return told | {name: describe(least, pairs=True) for name, least in experts.items() if least}
 
 

@@ -46,7 +46,7 @@ from fp8stack.version import __version__
 
 from .frozen import FrozenWeight
 from .notes import capturing, moment, note, noted
-from .select import LeastRows
+from .select import LeastRows, pays
 
 
 class Formats(NamedTuple):
@@ -145,7 +145,6 @@ def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Ten
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
-    least_rows: LeastRows | None = None  # of select="auto"; None: always FP8
     graphed = False  # launched in a CUDA graph of its block: block_graphs.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
@@ -162,9 +161,10 @@ class Products:
         turned: bool = False,  # the weight is [in, out]
         inputs: InputCodes | None = None,  # shared by the layers of a model
         w_state: WeightScale | None = None,  # shared by the layers of one weight
+        least_rows: LeastRows | None = None,  # of select="auto"; None: always FP8
     ) -> None:
         self.layer, self.turned = layer, turned
-        self.inputs = inputs or InputCodes()
+        self.inputs, self.least_rows = inputs or InputCodes(), least_rows
         self.fp8_recipe = recipe.fp8_recipe
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
@@ -194,6 +194,11 @@ class Products:
             DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
+
+    def pays(self, x: Tensor, rows: int | None = None) -> bool:
+        """Return whether `x` [..., in] is multiplied in FP8; `rows`: if those of x are not what counts."""
+        compiled = torch.compiler.is_compiling() or self.graphed
+        return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}"

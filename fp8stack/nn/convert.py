@@ -152,27 +152,27 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
 
     for name, module in layers.gemm:
         weight: Any = module._parameters.get("weight")
+        least = layers.least_rows.get(name)
         attends = isinstance(module, nn.MultiheadAttention)
         if experts.is_experts(module):
             own = replace(recipe, fp8_recipe="current")
-            pair = Products(own, name), Products(own, name)
+            pair = tuple(Products(own, name, least_rows=least) for _ in range(2))
             tried = module._modules.get("act_fn"), experts.activation_of(module)
-            least = layers.least_rows.get(name)
-            change(module, experts.Fp8Experts, products=pair, tried=tried, least_rows=least)
+            change(module, experts.Fp8Experts, products=pair, tried=tried)
         elif compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
             change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
         elif attends:
             device = next(module.parameters()).device
-            three = tuple(Products(recipe, name, device, inputs=inputs) for _ in range(3))
-            for products in three:
-                products.least_rows = layers.least_rows.get(name)
+            three = tuple(
+                Products(recipe, name, device, inputs=inputs, least_rows=least) for _ in range(3)
+            )
             change(module, Fp8Attention, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
-            products = Products(recipe, name, weight.device, turned, inputs, shared)
-            products.least_rows, scales[weight] = layers.least_rows.get(name), products.w_state
+            products = Products(recipe, name, weight.device, turned, inputs, shared, least)
+            scales[weight] = products.w_state
             change(module, Fp8Layer, products=products)
 
 

@@ -40,7 +40,7 @@ from fp8stack.kernels.reference.activation import ACTIVATIONS
 from . import casts, grouped, linear
 from .bf16_storage import autocast_is_on, output_dtype
 from .mixin import Mixin, has_hooks
-from .select import LeastRows, least_rows_of_experts, pays
+from .select import LeastRows, least_rows_of_experts
 
 TAKEN = ("grouped_mm", "batched_mm", "eager", None)
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "config")
@@ -94,7 +94,6 @@ class Fp8Experts(Mixin):
     products: tuple[casts.Products, casts.Products]
     # Its act_fn at the call, and that of ACTIVATIONS; "": what is between the products is its own code.
     tried: tuple[Any, str]
-    least_rows: LeastRows | None = None
     plain_forward: Any
     argument_names: tuple[str, ...]
     down_proj: nn.Parameter
@@ -131,7 +130,7 @@ class Fp8Experts(Mixin):
         dtype = self.down_proj.dtype  # torch multiplies float32 in float32, also under autocast
         if dtype is torch.float32 or not (dtype is x.dtype or autocast_is_on(x)):
             return True
-        return pays(x, self.least_rows, torch.compiler.is_compiling(), top_k_index.numel())
+        return self.products[0].pays(x, top_k_index.numel())
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self

@@ -41,7 +41,6 @@ from .frozen import values_of
 from .layer_kinds import sizes_of, weight_of
 from .mixin import Mixin, mixed_class
 from .narrow import narrowed
-from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -60,14 +59,14 @@ class Fp8Layer(Mixin):
         """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
         if input.is_nested and not self.training:  # as torch's encoder gives it
             return stored_linear(input, weight_of(self), self.bias)
-        products, compiled = self.products, torch.compiler.is_compiling()
+        products = self.products
         # Under the mode of `matmuls.py`, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
-            if pays(input, products.least_rows, compiled or products.graphed):
+            if products.pays(input):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
             weight = weight_of(self)
-            if compiled or input.dtype is not torch.float32:
+            if torch.compiler.is_compiling() or input.dtype is not torch.float32:
                 return stored_linear(input, weight, self.bias)
             # Autocast is on, or it would pay.
             return nn.functional.linear(narrowed(input, products), weight, self.bias)

@@ -36,7 +36,7 @@ from .bf16_storage import output_dtype
 from .layer_kinds import sizes_of
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
-from .select import least_rows_of_mlp, pays
+from .select import least_rows_of_mlp
 
 
 class Formula(NamedTuple):
@@ -75,12 +75,7 @@ class FusedMLP(Fused):
         # What was replaced or added since, has a hook or drops values is called.
         if formula is not None and inner == formula.children and len(given) == 1 and not named:
             layers: list[Any] = [inner[name] for name in formula.layers]
-            compiled = torch.compiler.is_compiling()
-            pay = (
-                linear.is_fp8_layer(m)
-                and pays(given[0], m.products.least_rows, compiled or m.products.graphed)
-                for m in layers
-            )
+            pay = (linear.is_fp8_layer(m) and m.products.pays(given[0]) for m in layers)
             changed = (has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
             if all(pay) and not any(changed) and _can_join(layers):
                 with torch._C.DisableTorchFunction():  # see Fp8Layer
