@@ -16,14 +16,27 @@ from .layer_kinds import weight_of
 from .mixin import Mixin, mixed_class
 
 
-class StoredLayer(Mixin):
-    """A layer that reads its bfloat16 weight in the dtype of its input."""
+class Layer(Mixin):
+    """A Linear or a Conv1D that computes in another way: the base of mix-ins for them."""
 
-    mixin_prefix = "Stored"
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
+        if input.is_nested and not self.training:  # as torch's encoder gives it
+            return stored_linear(input, weight_of(self), self.bias)
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """Return the same for an input that is no nested tensor."""
         return stored_linear(input, weight_of(self), self.bias)
+
+
+class StoredLayer(Layer):
+    """A layer that reads its bfloat16 weight in the dtype of its input."""
+
+    mixin_prefix = "Stored"
 
 
 StoredLinear = mixed_class(StoredLayer, nn.Linear)

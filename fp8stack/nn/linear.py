@@ -36,10 +36,10 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.tensor_kinds import is_sharded
 
 from . import casts
-from .bf16_storage import output_dtype, stored_linear
+from .bf16_storage import Layer, output_dtype, stored_linear
 from .frozen import values_of
 from .layer_kinds import sizes_of, weight_of
-from .mixin import Mixin, mixed_class
+from .mixin import mixed_class
 from .narrow import narrowed
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
@@ -47,18 +47,13 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
-class Fp8Layer(Mixin):
+class Fp8Layer(Layer):
     """A layer that multiplies in FP8; `convert.py` mixes it into the class of a Linear or a Conv1D."""
 
     mixin_prefix = "Fp8"
     products: casts.Products
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        if input.is_nested and not self.training:  # as torch's encoder gives it
-            return stored_linear(input, weight_of(self), self.bias)
+    def multiply(self, input: Tensor) -> Tensor:
         products = self.products
         # Under the mode of `matmuls.py`, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
@@ -83,17 +78,13 @@ def is_fp8_layer(module: nn.Module | None) -> bool:
     return isinstance(module, Fp8Layer) and type(module) is module.mixed_class
 
 
-class Bf16Layer(Mixin):
+class Bf16Layer(Layer):
     """A layer that multiplies in bfloat16: what a level uses on a device without FP8 GEMMs."""
 
     mixin_prefix = "Bf16"
     layer_name = ""  # in the model
-    bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        if input.is_nested and not self.training:  # as torch's encoder gives it
-            return stored_linear(input, weight_of(self), self.bias)
+    def multiply(self, input: Tensor) -> Tensor:
         return bf16_matmul(input, weight_of(self), self.bias, self.layer_name)
 
 
