@@ -61,13 +61,17 @@ def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-class StoredEmbedding(nn.Embedding):
+class StoredRows(Mixin):
     """An `nn.Embedding` with a bfloat16 weight whose output has the dtype the weight had before.
 
     Its gradient is summed in float32, as a frequent token adds up thousands of rows.
     """
 
+    mixin_prefix = "Stored"
     output_dtype: torch.dtype
+    weight: nn.Parameter
+    padding_idx: int | None
+    scale_grad_by_freq: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of the weight at `input`: [...] -> [..., embedding_dim]."""
@@ -77,6 +81,9 @@ class StoredEmbedding(nn.Embedding):
             input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
         )
         return rows.to(self.output_dtype)
+
+
+StoredEmbedding = mixed_class(StoredRows, nn.Embedding)
 
 
 class AveragedWeight(Tensor):

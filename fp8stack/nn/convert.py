@@ -11,7 +11,6 @@ weight in ways that cannot be known.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,13 +26,13 @@ from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
 from . import experts
 from .attention import Bf16Attention, Fp8Attention, in_weights
-from .bf16_storage import StoredEmbedding, StoredLayer
+from .bf16_storage import StoredLayer, StoredRows
 from .casts import InputCodes, Products, WeightScale
 from .forward_code import owners_read
 from .frozen import choose_frozen
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
-from .mixin import Mixin, class_below, hidden_class, mixed_class
+from .mixin import Mixin, mix
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
@@ -61,36 +60,6 @@ class LayerChoices:
     kept: list[tuple[str, str]] = field(default_factory=list)
     # Frozen weights, each with the reason for which it stays as it is, or "": to be kept in FP8.
     frozen: list[tuple[str, nn.Parameter, str]] = field(default_factory=list)
-
-
-class Conversion:
-    """The changes made to a model, and how to undo them."""
-
-    def __init__(self) -> None:
-        # By module: its class before and since, and the attributes it got. Weak, as a record keeps no model alive.
-        self._changed: Any = weakref.WeakKeyDictionary()
-
-    def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
-        """Give `module` the class `cls` and the attributes it needs."""
-        before, _, had = self._changed.get(module, (type(module), cls, ()))
-        self._changed[module] = before, cls, {*had, *attributes}
-        object.__setattr__(module, "__class__", cls)  # whatever its own `__setattr__` does
-        vars(module).update(attributes)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise ModelError if a module of `model` got another class since, which undoing would destroy."""
-        names = {module: name for name, module in model.named_modules()}
-        for module, (before, cls, _) in self._changed.items():
-            if class_below(module) not in (before, cls):
-                raise hidden_class(names.get(module, ""), module, cls.__name__)
-
-    def undo(self) -> None:
-        """Give every module its class back."""
-        for module, (before, _, attributes) in self._changed.items():
-            object.__setattr__(module, "__class__", before)
-            for name in attributes:
-                vars(module).pop(name, None)
-        self._changed.clear()
 
 
 def choose_layers(
@@ -138,7 +107,7 @@ def choose_layers(
     return layers
 
 
-def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, recipe: Recipe) -> None:
+def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
@@ -148,7 +117,7 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
         attends = isinstance(module, nn.MultiheadAttention)
         kind: Any = nn.MultiheadAttention if attends else kind_of(module)
         kind = kind or experts.class_of_experts(module)
-        conversion.change(module, mixed_class(mixin, kind), **attributes)
+        mix(module, mixin, kind, **attributes)
 
     for name, module in layers.gemm:
         weight: Any = module._parameters.get("weight")
@@ -176,7 +145,7 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
             change(module, Fp8Layer, products=products)
 
 
-def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion) -> None:
+def apply_storage(model: nn.Module, layers: LayerChoices) -> None:
     """Let the modules around weights that are now bfloat16 compute in the dtype they had (call before the change)."""
     stored = {p: p.dtype for _, p in layers.stored if p.dtype is not torch.bfloat16}
     for module in model.modules():
@@ -184,9 +153,9 @@ def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion
         if weight not in stored:
             continue
         if type(module) is nn.Embedding:
-            conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
+            mix(module, StoredRows, output_dtype=stored[weight])
         elif is_known(type(module)):
-            conversion.change(module, mixed_class(StoredLayer, type(module)))
+            mix(module, StoredLayer)
 
 
 def skipped_modules(

@@ -47,10 +47,9 @@ from fp8stack.levels import Recipe
 from . import grouped
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
-from .convert import Conversion
 from .forward_code import is_of_library
 from .linear import fp8_matmul
-from .mixin import Mixin, mixed_class
+from .mixin import Mixin, mix
 from .select import least_rows, pays
 
 RECIPES = ("current", "blockwise")  # others become "current"
@@ -66,7 +65,6 @@ def apply_matmuls(
     recipe: Recipe,
     chosen: Container[nn.Module],  # by `coverage.bare_modules`
     skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
-    conversion: Conversion,
 ) -> BareMatmuls:
     """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
     bare = BareMatmuls(recipe, skipped)
@@ -77,14 +75,13 @@ def apply_matmuls(
         if module not in chosen or is_of_library(module) or isinstance(module, Mixin):
             continue
         if _has_plain_forward(module):
-            cls = mixed_class(MultipliesParameters, type(module))
-            conversion.change(module, cls, _bare_matmuls=bare)
+            mix(module, MultipliesParameters, _bare_matmuls=bare)
     watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
     for module in (inner for outer in watched for inner in _next_inside(outer)):
         if _has_plain_forward(module) and not isinstance(module, LeavesMode):
             # A class that takes no subclass stays under the mode.
             with contextlib.suppress(Exception):
-                conversion.change(module, mixed_class(LeavesMode, type(module)))
+                mix(module, LeavesMode)
     return bare
 
 
