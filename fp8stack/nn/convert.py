@@ -32,7 +32,7 @@ from .forward_code import owners_read
 from .frozen import choose_frozen
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
-from .mixin import Mixin, mix
+from .mixin import mix
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
@@ -111,38 +111,33 @@ def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-
-    def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
-        # FSDP2's class may lie over it, and is put back afterwards.
-        attends = isinstance(module, nn.MultiheadAttention)
-        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
-        kind = kind or experts.class_of_experts(module)
-        mix(module, mixin, kind, **attributes)
-
     for name, module in layers.gemm:
         weight: Any = module._parameters.get("weight")
         least = layers.least_rows.get(name)
         attends = isinstance(module, nn.MultiheadAttention)
+        # FSDP2's class may lie over it, and is put back afterwards.
+        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
         if experts.is_experts(module):
             own = replace(recipe, fp8_recipe="current")
             pair = tuple(Products(own, name, least_rows=least) for _ in range(2))
             tried = module._modules.get("act_fn"), experts.activation_of(module)
-            change(module, experts.Fp8Experts, products=pair, tried=tried)
+            kind = experts.class_of_experts(module)
+            mix(module, experts.Fp8Experts, kind, products=pair, tried=tried)
         elif compute == "te":
-            change(module, TeLayer, te=Engine(recipe, weight, name))
+            mix(module, TeLayer, kind, te=Engine(recipe, weight, name))
         elif compute == "bf16":
-            change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
+            mix(module, Bf16Attention if attends else Bf16Layer, kind, layer_name=name)
         elif attends:
             device = next(module.parameters()).device
             three = tuple(
                 Products(recipe, name, device, inputs=inputs, least_rows=least) for _ in range(3)
             )
-            change(module, Fp8Attention, layer_name=name, in_products=three)
+            mix(module, Fp8Attention, kind, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
             products = Products(recipe, name, weight.device, turned, inputs, shared, least)
             scales[weight] = products.w_state
-            change(module, Fp8Layer, products=products)
+            mix(module, Fp8Layer, kind, products=products)
 
 
 def apply_storage(model: nn.Module, layers: LayerChoices) -> None:
@@ -195,9 +190,9 @@ def _unfit(module: nn.Module, compute: str) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if isinstance(module, RECURRENT):
         return "one kernel of torch's or cuDNN's makes its products step by step, and takes no FP8"
+    if "forward" in vars(module):
+        return OWN_FORWARD
     if experts.is_experts(module):
-        if "forward" in vars(module):
-            return OWN_FORWARD
         other = "" if compute == "native" else f'compute="{compute}" leaves experts to transformers'
         return other or experts.unfit(module)
     attends = isinstance(module, nn.MultiheadAttention)
@@ -213,8 +208,6 @@ def _unfit(module: nn.Module, compute: str) -> str:
         )
     if kind := next(filter(None, map(not_plain, weights)), ""):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
-    if "forward" in vars(module):
-        return OWN_FORWARD
     if isinstance(module, nn.MultiheadAttention):
         if compute == "te":
             return 'TransformerEngine has layers for Linear only; compute="native" takes it'
