@@ -136,11 +136,9 @@ def _multiply(x: Tensor, stack: Tensor, offs: Tensor, options: list[casts.Option
 def grouped_options(
     products: casts.Products, train: bool, dtype: torch.dtype, turned: bool
 ) -> casts.Options:
-    """Return the settings of a grouped product: scales are current ones, whatever the recipe."""
-    fast, none = products.fast_groups, -1
-    return products.options(train, dtype)._replace(
-        turned=turned, fp8_recipe="current", fast=fast, x_state=none, w_state=none, g_state=none
-    )
+    """Return the settings of a grouped product: scales are current ones, where the recipe's may be of blocks."""
+    fast = products.fast_groups
+    return products.options(train, dtype)._replace(turned=turned, fp8_recipe="current", fast=fast)
 
 
 class _GroupedMatmul(torch.autograd.Function):
