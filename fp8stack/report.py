@@ -128,7 +128,7 @@ def report_of(
     gemm = f"fp8 {used}, {recipe.fp8_recipe} scaling"
     if compute == "bf16" or recipe.fp8_recipe in ("mxfp8", "nvfp4"):
         gemm = "bf16" if compute == "bf16" else recipe.fp8_recipe
-    grouped = any(is_experts(module) for _, module in layers.gemm)
+    grouped = any(is_experts(module) for _, module, _ in layers.gemm)
     if grouped and compute == "native" and gemm != "fp8 e4m3, current scaling":
         gemm += " (experts: e4m3, current scaling)"
     words = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
@@ -151,7 +151,7 @@ def report_of(
         gradients="used in backward and freed" if freed else words[recipe.gradients],
         states=states,
         master="the weight" if recipe.master == "keep" else recipe.master,
-        converted=[name for name, _ in layers.gemm],
+        converted=[name for name, _, _ in layers.gemm],
         share=coverage.share,
         bare=coverage.bare,
         outside=coverage.outside,

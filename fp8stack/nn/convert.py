@@ -48,10 +48,9 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    # Linear and Conv1D layers, and attention, that change to FP8 (or bf16) GEMMs.
-    gemm: list[tuple[str, nn.Module]] = field(default_factory=list)
-    # Of those that are in FP8 for some numbers of rows only, from how many on.
-    least_rows: dict[str, LeastRows] = field(default_factory=dict)
+    # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how many
+    # rows on it is in FP8 (None: always).
+    gemm: list[tuple[str, nn.Module, LeastRows | None]] = field(default_factory=list)
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -94,11 +93,9 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        layers.gemm.append((name, module))
-        if rows != ALWAYS:
-            layers.least_rows[name] = rows
+        layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":
-        chosen, blocks = {m for _, m in layers.gemm}, recipe.fp8_recipe == "blockwise"
+        chosen, blocks = {m for _, m, _ in layers.gemm}, recipe.fp8_recipe == "blockwise"
         layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute, blocks)
     if recipe.master != "keep":
         # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.
@@ -111,9 +108,8 @@ def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-    for name, module in layers.gemm:
+    for name, module, least in layers.gemm:
         weight: Any = module._parameters.get("weight")
-        least = layers.least_rows.get(name)
         attends = isinstance(module, nn.MultiheadAttention)
         # FSDP2's class may lie over it, and is put back afterwards.
         kind: Any = nn.MultiheadAttention if attends else kind_of(module)
@@ -236,7 +232,7 @@ def _choose_storage(
 
     obstacles: by weight, why it keeps its dtype; those of its owners are added.
     """
-    taken = {module for _, module in layers.gemm if experts.is_experts(module)}
+    taken = {module for _, module, _ in layers.gemm if experts.is_experts(module)}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if module in taken and name in experts.stacks_of(module):
