@@ -35,7 +35,7 @@ from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_module
 from .nn.coverage import KEPT, bare_modules, count, listed
 from .nn.frozen import FrozenWeight, can_swap
 from .nn.matmuls import apply_matmuls
-from .nn.mixin import unfuse
+from .nn.mixin import take_off
 from .nn.mlp import fuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
@@ -176,7 +176,8 @@ def carry_out(
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
         errors.warn(f"fp8stack {recipe.level}: {fallback}", stacklevel=3)
-    session = Session(recipe, decisions.report, optimizer, optimizer)
+    modules = weakref.WeakSet(model.modules())
+    session = Session(recipe, decisions.report, optimizer, optimizer, modules)
     if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = conversion.convert_optimizer(optimizer, session, decisions.formats)
     if isinstance(session.returned, BlockwiseOptimizer):
@@ -184,12 +185,12 @@ def carry_out(
         conversion.refuse_other_optimizers(session)
     if store is not None:
         store(session)
-    apply_gemms(layers, session.conversion, compute, recipe)
+    apply_gemms(layers, compute, recipe)
     if "" in decisions.bare.values() and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         alone |= {m for m, why in decisions.bare.items() if why in KEPT}
         chosen = {m for m, why in decisions.bare.items() if not why}
-        bare = apply_matmuls(model, recipe, chosen, alone, session.conversion)
+        bare = apply_matmuls(model, recipe, chosen, alone)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     conversion.freeze_weights(model, layers, session)
     if optimizer is not None:
@@ -232,7 +233,6 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         raise errors.ModelError(
             "pass the optimizer that initialize returned for this model, not another."
         )
-    session.conversion.check(model)
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
@@ -240,7 +240,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if held := [name for name in frozen if not can_swap(model.get_parameter(name))]:
         told = f"outputs of a forward, or weak references, hold weights that are kept in FP8: {held[:3]}"
         raise errors.ModelError(f"{told}. Delete those first: torch cannot replace the weights.")
-    unfuse(model)
+    take_off(model, removed=session.modules)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]
     conversion.undo(session)

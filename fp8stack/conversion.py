@@ -24,7 +24,7 @@ from .errors import ModelError, warn
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding
 from .nn.bf16_storage import CopiedWeight, StoredLayer
-from .nn.convert import Conversion, LayerChoices, apply_storage
+from .nn.convert import LayerChoices, apply_storage
 from .nn.frozen import FrozenWeight, exchange, refuse_assign, show_values, thaw
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
@@ -177,7 +177,7 @@ class Session:
     report: Report
     source: torch.optim.Optimizer | None  # the optimizer that was given
     returned: torch.optim.Optimizer | None
-    conversion: Conversion = field(default_factory=Conversion)
+    modules: weakref.WeakSet[nn.Module]  # of the model, as it was then
     gradients: GradientHandle = field(default_factory=GradientHandle)
     # weights that became bfloat16, with the dtype they had
     stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
@@ -347,7 +347,7 @@ def _refuse_without_masters(optimizer: Any, *_: Any) -> None:
 
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
     """Turn the chosen weights to bfloat16 and give their remaining bits to the optimizer."""
-    apply_storage(model, layers, session.conversion)
+    apply_storage(model, layers)
     optimizer, masters = session.returned, dict[nn.Parameter | None, _Master]()
     for _, parameter in layers.stored:
         if not isinstance(optimizer, BlockwiseOptimizer):
@@ -433,12 +433,11 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
 
 
 def undo(session: Session) -> None:
-    """Undo what the session recorded: layers, weights with all the master's bits, the optimizer's state."""
+    """Undo what the session recorded: hooks, weights with all the master's bits, the optimizer's state."""
     session.gradients.remove()
     for action in session.undo:
         action()
     returned, source = session.returned, session.source
-    session.conversion.undo()
     if not isinstance(returned, BlockwiseOptimizer) or source is None:
         return
     for parameter, dtype in session.stored:

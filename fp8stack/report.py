@@ -128,7 +128,7 @@ def report_of(
     gemm = f"fp8 {used}, {recipe.fp8_recipe} scaling"
     if compute == "bf16" or recipe.fp8_recipe in ("mxfp8", "nvfp4"):
         gemm = "bf16" if compute == "bf16" else recipe.fp8_recipe
-    grouped = any(is_experts(module) for _, module in layers.gemm)
+    grouped = any(is_experts(module) for _, module, _ in layers.gemm)
     if grouped and compute == "native" and gemm != "fp8 e4m3, current scaling":
         gemm += " (experts: e4m3, current scaling)"
     words = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
@@ -151,7 +151,7 @@ def report_of(
         gradients="used in backward and freed" if freed else words[recipe.gradients],
         states=states,
         master="the weight" if recipe.master == "keep" else recipe.master,
-        converted=[name for name, _ in layers.gemm],
+        converted=[name for name, _, _ in layers.gemm],
         share=coverage.share,
         bare=coverage.bare,
         outside=coverage.outside,
@@ -169,7 +169,8 @@ def selected_layers(model: nn.Module) -> dict[str, str]:
     """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
     rows = {name: p.products.least_rows for name, p in fp8_products(model).items() if p.weight}
     told = {name: describe(least) for name, least in rows.items() if least is not None}
-    experts = {n: m.least_rows for n, m in model.named_modules() if isinstance(m, Fp8Experts)}
+    found = ((name, m) for name, m in model.named_modules() if isinstance(m, Fp8Experts))
+    experts = {name: m.products[0].least_rows for name, m in found}
     return told | {name: describe(least, pairs=True) for name, least in experts.items() if least}
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import ConfigError, GradientError
 from .formats import E4M3, scale_shape
@@ -44,8 +44,8 @@ from .tensor_kinds import check_dense
 aten = torch.ops.aten
 
 
-class _Wrapper(torch.Tensor):
-    """A tensor without memory of its own: operations read `dequantize()` and write by `assign_`."""
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own: operations read `dequantize()`, and write by `assign_` if they may."""
 
     # Everything is decided below the autograd level; no Python override per torch function is needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def _part_at(address: int, memory: Tensor, shape: Sequence[int]) -> Tensor:
         return part_of(memory, (address - memory.data_ptr()) // memory.itemsize, shape)
 
 
-class BlockScaledTensor(_Wrapper):
+class BlockScaledTensor(Wrapper):
     """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
 
     It has no `__tensor_flatten__`. Gradients are not inputs of a compiled forward, but Dynamo looks at them when it
@@ -230,7 +230,7 @@ class BlockScaledTensor(_Wrapper):
         return BlockScaledTensor, (codes.view(torch.uint8), scale, self.dtype, residual)
 
 
-class BlockScaledView(_Wrapper):
+class BlockScaledView(Wrapper):
     """A part of a block-scaled tensor, seen in any shape."""
 
     whole: BlockScaledTensor
@@ -247,9 +247,12 @@ class BlockScaledView(_Wrapper):
         return self
 
 
+_BLOCK_SCALED = (BlockScaledTensor, BlockScaledView)
+
+
 def plain(x: Tensor) -> Tensor:
     """Return `x` itself, or its dequantized value if it is block-scaled or a view of such a tensor."""
-    return x.dequantize() if isinstance(x, _Wrapper) else x
+    return x.dequantize() if isinstance(x, _BLOCK_SCALED) else x
 
 
 def _views(func: Any, x: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -271,36 +274,41 @@ def _views(func: Any, x: Any, *rest: Any, **kwargs: Any) -> Any:
     )
 
 
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what an operator writes in place, of its arguments."""
+    written = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tree_leaves(written)
+
+
 def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any operator on dequantized values and quantize again what it wrote in place."""
-    if func.is_view and isinstance(args[0], _Wrapper):
+    if func.is_view and isinstance(args[0], _BLOCK_SCALED):
         return _views(func, *args, **kwargs)
     if torch.Tag.inplace_view in func.tags:
         raise GradientError(
             f"{func} changes the shape of an FP8 gradient; assign another one: p.grad = ..."
         )
-    written: list[tuple[_Wrapper, Tensor]] = []
     values: dict[int, Tensor] = {}  # an argument that appears twice is dequantized once
 
     def value_of(x: Any) -> Any:
-        if not isinstance(x, _Wrapper):
+        if not isinstance(x, _BLOCK_SCALED):
             return x
         if id(x) not in values:
             values[id(x)] = x.dequantize()
         return values[id(x)]
 
     new_args, new_kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            items = given if isinstance(given, (list, tuple)) else [given]
-            written += [(x, values[id(x)]) for x in items if isinstance(x, _Wrapper)]
+    targets = [x for x in written_by(func, args, kwargs) if isinstance(x, _BLOCK_SCALED)]
     result = func(*new_args, **new_kwargs)
-    for target, value in written:
-        target.assign_(value)
-    if not written:
+    for target in targets:
+        target.assign_(values[id(target)])
+    if not targets:
         return result
-    owner = {id(value): target for target, value in written}  # x.add_() returns x, not its value
+    owner = {id(values[id(x)]): x for x in targets}  # x.add_() returns x, not its value
     return tree_map(lambda x: owner.get(id(x), x), result)
 
 

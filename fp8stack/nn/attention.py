@@ -36,7 +36,6 @@ from fp8stack.errors import ModelError
 from .casts import Products
 from .linear import Fp8Layer, bf16_matmul, fp8_matmul
 from .mixin import Mixin
-from .select import pays
 
 
 class Attention(Mixin):
@@ -181,8 +180,7 @@ class Fp8Attention(Attention):
 
     def project(self, index: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = self.in_products[index]
-        compiled = torch.compiler.is_compiling() or products.graphed
-        if pays(x, products.least_rows, compiled):
+        if products.pays(x):
             return fp8_matmul(x, weight, bias, products, self.training)
         return F.linear(x, weight, bias)
 

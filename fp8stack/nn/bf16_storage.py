@@ -16,14 +16,27 @@ from .layer_kinds import weight_of
 from .mixin import Mixin, mixed_class
 
 
-class StoredLayer(Mixin):
-    """A layer that reads its bfloat16 weight in the dtype of its input."""
+class Layer(Mixin):
+    """A Linear or a Conv1D that computes in another way: the base of mix-ins for them."""
 
-    mixin_prefix = "Stored"
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
+        if input.is_nested and not self.training:  # as torch's encoder gives it
+            return stored_linear(input, weight_of(self), self.bias)
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """Return the same for an input that is no nested tensor."""
         return stored_linear(input, weight_of(self), self.bias)
+
+
+class StoredLayer(Layer):
+    """A layer that reads its bfloat16 weight in the dtype of its input."""
+
+    mixin_prefix = "Stored"
 
 
 StoredLinear = mixed_class(StoredLayer, nn.Linear)
@@ -48,13 +61,17 @@ def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-class StoredEmbedding(nn.Embedding):
+class StoredRows(Mixin):
     """An `nn.Embedding` with a bfloat16 weight whose output has the dtype the weight had before.
 
     Its gradient is summed in float32, as a frequent token adds up thousands of rows.
     """
 
+    mixin_prefix = "Stored"
     output_dtype: torch.dtype
+    weight: nn.Parameter
+    padding_idx: int | None
+    scale_grad_by_freq: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of the weight at `input`: [...] -> [..., embedding_dim]."""
@@ -64,6 +81,9 @@ class StoredEmbedding(nn.Embedding):
             input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
         )
         return rows.to(self.output_dtype)
+
+
+StoredEmbedding = mixed_class(StoredRows, nn.Embedding)
 
 
 class AveragedWeight(Tensor):

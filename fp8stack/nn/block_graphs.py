@@ -45,7 +45,7 @@ from fp8stack.tensor_kinds import is_sharded
 from . import block_call
 from .attention import fp8_products
 from .casts import in_backward
-from .mixin import Fused, has_hooks, mixed_class
+from .mixin import Fused, has_hooks, mix
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -83,8 +83,7 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
         if "forward" in vars(block):
             graphs.reasons[name] = "something has put a forward of its own on it"
         elif not isinstance(block, Graphed) and not any(fnmatchcase(name, p) for p in patterns):
-            block.__class__ = mixed_class(Graphed, type(block))
-            vars(block).update(block_graphs=graphs, graph_name=name)
+            mix(block, Graphed, block_graphs=graphs, graph_name=name)
             _launch_together(block, True)
     return graphs
 

@@ -28,7 +28,7 @@ cast behind it a pass over the values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from fp8stack.version import __version__
 
 from .frozen import FrozenWeight
 from .notes import capturing, moment, note, noted
-from .select import LeastRows
+from .select import LeastRows, pays
 
 
 class Formats(NamedTuple):
@@ -82,13 +82,6 @@ FEW_ROWS = 4096
 """Up to this many rows of input, forward makes and keeps the weight's codes for backward."""
 
 
-ARGUMENTS = (
-    "str digest, bool turned, str formats, str fp8_recipe, bool fast, int x_state, int w_state, int g_state, "
-    "bool train, ScalarType dtype"
-)
-"""All of `Options` but the last two, as the last arguments of operators."""
-
-
 class Options(NamedTuple):
     """How one product and its backward are made."""
 
@@ -97,11 +90,11 @@ class Options(NamedTuple):
     formats: str  # a key of FORMATS
     fp8_recipe: str
     fast: bool  # sum the forward product with fewer bits
-    x_state: int  # handles of a DelayedState, -1 if the recipe has none
-    w_state: int
-    g_state: int
     train: bool
     dtype: torch.dtype  # of the output
+    x_state: int = -1  # handles of a DelayedState, -1 if the recipe has none
+    w_state: int = -1
+    g_state: int = -1
     products: Products | None = None  # whose histories live as long as this; None in a graph
     probe: Any = None  # a monitor's, while it samples; None in a graph
 
@@ -114,10 +107,44 @@ class Options(NamedTuple):
         return self.train and not self.traced(x) and in_backward()
 
 
+_SETTINGS = (
+    "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool train, ScalarType dtype"
+)
+_COUNT = 7  # of Options are these settings; its three states come next
+
+
+def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function of products one operator in graphs of torch.compile, so that Dynamo does not trace what it does.
+
+    schema: name and arguments of the function but for the last one. That is a list of the Options of its products, which
+    differ in their states only.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compute(*given: Any) -> Tensor:
+            *own, states = given
+            first = Options(*own[-_COUNT:])
+            triples = zip(states[::3], states[1::3], states[2::3], strict=True)
+            options = [first._replace(x_state=x, w_state=w, g_state=g) for x, w, g in triples]
+            return function(*own[:-_COUNT], options)
+
+        in_graph = ops.define_composite(f"{schema}, {_SETTINGS}, int[] states) -> Tensor", compute)
+
+        def run(*given: Any) -> Tensor:
+            if not torch.compiler.is_compiling():
+                return function(*given)
+            *own, options = given
+            states = [state for each in options for state in each[_COUNT : _COUNT + 3]]
+            return in_graph(*own, *options[0][:_COUNT], states)
+
+        return run
+
+    return decorate
+
+
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
-    least_rows: LeastRows | None = None  # of select="auto"; None: always FP8
     graphed = False  # launched in a CUDA graph of its block: block_graphs.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
@@ -134,9 +161,10 @@ class Products:
         turned: bool = False,  # the weight is [in, out]
         inputs: InputCodes | None = None,  # shared by the layers of a model
         w_state: WeightScale | None = None,  # shared by the layers of one weight
+        least_rows: LeastRows | None = None,  # of select="auto"; None: always FP8
     ) -> None:
         self.layer, self.turned = layer, turned
-        self.inputs = inputs or InputCodes()
+        self.inputs, self.least_rows = inputs or InputCodes(), least_rows
         self.fp8_recipe = recipe.fp8_recipe
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
@@ -163,9 +191,14 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, x, w, g, train, dtype,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
+
+    def pays(self, x: Tensor, rows: int | None = None) -> bool:
+        """Return whether `x` [..., in] is multiplied in FP8; `rows`: if those of x are not what counts."""
+        compiled = torch.compiler.is_compiling() or self.graphed
+        return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}"

@@ -11,7 +11,6 @@ weight in ways that cannot be known.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,13 +26,13 @@ from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
 from . import experts
 from .attention import Bf16Attention, Fp8Attention, in_weights
-from .bf16_storage import StoredEmbedding, StoredLayer
+from .bf16_storage import StoredLayer, StoredRows
 from .casts import InputCodes, Products, WeightScale
 from .forward_code import owners_read
 from .frozen import choose_frozen
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
-from .mixin import Mixin, class_below, hidden_class, mixed_class
+from .mixin import mix
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
@@ -49,10 +48,9 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    # Linear and Conv1D layers, and attention, that change to FP8 (or bf16) GEMMs.
-    gemm: list[tuple[str, nn.Module]] = field(default_factory=list)
-    # Of those that are in FP8 for some numbers of rows only, from how many on.
-    least_rows: dict[str, LeastRows] = field(default_factory=dict)
+    # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how many
+    # rows on it is in FP8 (None: always).
+    gemm: list[tuple[str, nn.Module, LeastRows | None]] = field(default_factory=list)
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -61,36 +59,6 @@ class LayerChoices:
     kept: list[tuple[str, str]] = field(default_factory=list)
     # Frozen weights, each with the reason for which it stays as it is, or "": to be kept in FP8.
     frozen: list[tuple[str, nn.Parameter, str]] = field(default_factory=list)
-
-
-class Conversion:
-    """The changes made to a model, and how to undo them."""
-
-    def __init__(self) -> None:
-        # By module: its class before and since, and the attributes it got. Weak, as a record keeps no model alive.
-        self._changed: Any = weakref.WeakKeyDictionary()
-
-    def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
-        """Give `module` the class `cls` and the attributes it needs."""
-        before, _, had = self._changed.get(module, (type(module), cls, ()))
-        self._changed[module] = before, cls, {*had, *attributes}
-        object.__setattr__(module, "__class__", cls)  # whatever its own `__setattr__` does
-        vars(module).update(attributes)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise ModelError if a module of `model` got another class since, which undoing would destroy."""
-        names = {module: name for name, module in model.named_modules()}
-        for module, (before, cls, _) in self._changed.items():
-            if class_below(module) not in (before, cls):
-                raise hidden_class(names.get(module, ""), module, cls.__name__)
-
-    def undo(self) -> None:
-        """Give every module its class back."""
-        for module, (before, _, attributes) in self._changed.items():
-            object.__setattr__(module, "__class__", before)
-            for name in attributes:
-                vars(module).pop(name, None)
-        self._changed.clear()
 
 
 def choose_layers(
@@ -125,11 +93,9 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        layers.gemm.append((name, module))
-        if rows != ALWAYS:
-            layers.least_rows[name] = rows
+        layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":
-        chosen, blocks = {m for _, m in layers.gemm}, recipe.fp8_recipe == "blockwise"
+        chosen, blocks = {m for _, m, _ in layers.gemm}, recipe.fp8_recipe == "blockwise"
         layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute, blocks)
     if recipe.master != "keep":
         # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.
@@ -138,45 +104,39 @@ def choose_layers(
     return layers
 
 
-def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, recipe: Recipe) -> None:
+def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-
-    def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
-        # FSDP2's class may lie over it, and is put back afterwards.
-        attends = isinstance(module, nn.MultiheadAttention)
-        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
-        kind = kind or experts.class_of_experts(module)
-        conversion.change(module, mixed_class(mixin, kind), **attributes)
-
-    for name, module in layers.gemm:
+    for name, module, least in layers.gemm:
         weight: Any = module._parameters.get("weight")
         attends = isinstance(module, nn.MultiheadAttention)
+        # FSDP2's class may lie over it, and is put back afterwards.
+        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
         if experts.is_experts(module):
             own = replace(recipe, fp8_recipe="current")
-            pair = Products(own, name), Products(own, name)
+            pair = tuple(Products(own, name, least_rows=least) for _ in range(2))
             tried = module._modules.get("act_fn"), experts.activation_of(module)
-            least = layers.least_rows.get(name)
-            change(module, experts.Fp8Experts, products=pair, tried=tried, least_rows=least)
+            kind = experts.class_of_experts(module)
+            mix(module, experts.Fp8Experts, kind, products=pair, tried=tried)
         elif compute == "te":
-            change(module, TeLayer, te=Engine(recipe, weight, name))
+            mix(module, TeLayer, kind, te=Engine(recipe, weight, name))
         elif compute == "bf16":
-            change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
+            mix(module, Bf16Attention if attends else Bf16Layer, kind, layer_name=name)
         elif attends:
             device = next(module.parameters()).device
-            three = tuple(Products(recipe, name, device, inputs=inputs) for _ in range(3))
-            for products in three:
-                products.least_rows = layers.least_rows.get(name)
-            change(module, Fp8Attention, layer_name=name, in_products=three)
+            three = tuple(
+                Products(recipe, name, device, inputs=inputs, least_rows=least) for _ in range(3)
+            )
+            mix(module, Fp8Attention, kind, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
-            products = Products(recipe, name, weight.device, turned, inputs, shared)
-            products.least_rows, scales[weight] = layers.least_rows.get(name), products.w_state
-            change(module, Fp8Layer, products=products)
+            products = Products(recipe, name, weight.device, turned, inputs, shared, least)
+            scales[weight] = products.w_state
+            mix(module, Fp8Layer, kind, products=products)
 
 
-def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion) -> None:
+def apply_storage(model: nn.Module, layers: LayerChoices) -> None:
     """Let the modules around weights that are now bfloat16 compute in the dtype they had (call before the change)."""
     stored = {p: p.dtype for _, p in layers.stored if p.dtype is not torch.bfloat16}
     for module in model.modules():
@@ -184,9 +144,9 @@ def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion
         if weight not in stored:
             continue
         if type(module) is nn.Embedding:
-            conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
+            mix(module, StoredRows, output_dtype=stored[weight])
         elif is_known(type(module)):
-            conversion.change(module, mixed_class(StoredLayer, type(module)))
+            mix(module, StoredLayer)
 
 
 def skipped_modules(
@@ -226,9 +186,9 @@ def _unfit(module: nn.Module, compute: str) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if isinstance(module, RECURRENT):
         return "one kernel of torch's or cuDNN's makes its products step by step, and takes no FP8"
+    if "forward" in vars(module):
+        return OWN_FORWARD
     if experts.is_experts(module):
-        if "forward" in vars(module):
-            return OWN_FORWARD
         other = "" if compute == "native" else f'compute="{compute}" leaves experts to transformers'
         return other or experts.unfit(module)
     attends = isinstance(module, nn.MultiheadAttention)
@@ -244,8 +204,6 @@ def _unfit(module: nn.Module, compute: str) -> str:
         )
     if kind := next(filter(None, map(not_plain, weights)), ""):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
-    if "forward" in vars(module):
-        return OWN_FORWARD
     if isinstance(module, nn.MultiheadAttention):
         if compute == "te":
             return 'TransformerEngine has layers for Linear only; compute="native" takes it'
@@ -274,7 +232,7 @@ def _choose_storage(
 
     obstacles: by weight, why it keeps its dtype; those of its owners are added.
     """
-    taken = {module for _, module in layers.gemm if experts.is_experts(module)}
+    taken = {module for _, module, _ in layers.gemm if experts.is_experts(module)}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if module in taken and name in experts.stacks_of(module):

@@ -104,7 +104,7 @@ def count(
     least: int,
 ) -> Coverage:
     """Return what multiplies in FP8. `least`: bare parameters of fewer elements do not."""
-    inside = {p for _, module in layers.gemm for p in module._parameters.values()}
+    inside = {p for _, module, _ in layers.gemm for p in module._parameters.values()}
     why = {
         m: reason for name, reason in layers.skipped for m in model.get_submodule(name).modules()
     }

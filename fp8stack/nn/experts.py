@@ -40,7 +40,7 @@ from fp8stack.kernels.reference.activation import ACTIVATIONS
 from . import casts, grouped, linear
 from .bf16_storage import autocast_is_on, output_dtype
 from .mixin import Mixin, has_hooks
-from .select import LeastRows, least_rows_of_experts, pays
+from .select import LeastRows, least_rows_of_experts
 
 TAKEN = ("grouped_mm", "batched_mm", "eager", None)
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "config")
@@ -94,7 +94,6 @@ class Fp8Experts(Mixin):
     products: tuple[casts.Products, casts.Products]
     # Its act_fn at the call, and that of ACTIVATIONS; "": what is between the products is its own code.
     tried: tuple[Any, str]
-    least_rows: LeastRows | None = None
     plain_forward: Any
     argument_names: tuple[str, ...]
     down_proj: nn.Parameter
@@ -131,7 +130,7 @@ class Fp8Experts(Mixin):
         dtype = self.down_proj.dtype  # torch multiplies float32 in float32, also under autocast
         if dtype is torch.float32 or not (dtype is x.dtype or autocast_is_on(x)):
             return True
-        return pays(x, self.least_rows, torch.compiler.is_compiling(), top_k_index.numel())
+        return self.products[0].pays(x, top_k_index.numel())
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self
@@ -150,12 +149,7 @@ class Fp8Experts(Mixin):
             options = [
                 grouped.grouped_options(p, self.training, output_dtype(x), turned) for p in self.products
             ]  # fmt: skip
-            given = x, first, down, weights
-            if torch.compiler.is_compiling():
-                y = _in_graph(*given, *groups, activation, *options[0][:-2])
-            else:
-                y = _Experts.apply(*given, groups, activation, options)
-            return y.to(x.dtype)
+            return _multiply(x, first, down, weights, *groups, activation, options).to(x.dtype)
         rows = torch.where(pairs[:, None] < 0, 0, x[pairs.clamp(min=0) // places.shape[1]])
         h = grouped.multiply(rows, first, turned, ends, self.products[0], self.training)
         h = _biased(module, h, stacks_of(self)[0], ends)
@@ -201,19 +195,13 @@ def _biased(module: Any, y: Tensor, name: str, ends: Tensor) -> Tensor:
     return y + bias[expert].to(y.dtype)
 
 
-def _operator(
-    x: Any, first: Any, down: Any, weights: Any, ends: Any, pairs: Any, places: Any, activation: str, *rest: Any
-) -> Tensor:  # fmt: skip
-    settings = (ends, pairs, places), activation, [casts.Options(*rest)] * 2
-    result: Tensor = _Experts.apply(x, first, down, weights, *settings)
-    return result
-
-
-_in_graph = ops.define_composite(
+@casts.operator(
     "experts(Tensor x, Tensor first, Tensor down, Tensor weights, Tensor ends, Tensor pairs, Tensor places, "
-    f"str activation, {casts.ARGUMENTS}) -> Tensor",
-    _operator,
+    "str activation"
 )
+def _multiply(*given: Any) -> Tensor:
+    result: Tensor = _Experts.apply(*given)
+    return result
 
 
 class _Experts(torch.autograd.Function):
@@ -224,12 +212,14 @@ class _Experts(torch.autograd.Function):
         first: Tensor,  # [experts, 2 · hidden, in], or [experts, in, 2 · hidden] if its options.turned
         down: Tensor,  # [experts, in, hidden], or [experts, hidden, in]
         weights: Tensor,  # [tokens, count]
-        groups: tuple[Tensor, Tensor, Tensor],  # of `ops.route`
+        ends: Tensor,  # these three of `ops.route`
+        pairs: Tensor,
+        places: Tensor,
         activation: str,
         options: list[casts.Options],
     ) -> Tensor:  # [tokens, in]
         own, of_down = options
-        dtype, (ends, pairs, places) = own.dtype, groups
+        dtype = own.dtype
         codes, x_scale, _, _ = casts.cast_matrix(x, E4M3, transposed=False)
         need_x, need_first, *_ = need = ctx.needs_input_grad
         codes, codes_t = ops.take_rows(codes, pairs, places.shape[1], True, need_first)
@@ -243,7 +233,7 @@ class _Experts(torch.autograd.Function):
         ctx.settings = activation, options, x.dtype
         ctx.save_for_backward(
             codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale,
-            *groups,
+            ends, pairs, places,
         )  # fmt: skip
         return ops.sum_rows(y, places)
 
@@ -279,4 +269,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_weights = (
             ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights.dtype)
         )
-    return dx, d_first, d_down, d_weights, None, None, None
+    return dx, d_first, d_down, d_weights, *(None,) * 5

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fp8stack.errors import ModelError
 from fp8stack.formats import BLOCK, E4M3, FLOATS, scale_shape
@@ -37,6 +37,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.power_of_two import power_of_two_scale
 from fp8stack.kernels.reference.quantize import encode_scaled
+from fp8stack.tensor import Wrapper, written_by
 from fp8stack.tensor_kinds import not_plain
 
 from .layer_kinds import kind_of
@@ -46,11 +47,9 @@ ROWS = 1024  # are cast at a time, in float32
 _RESTORE = "Call fp8stack.restore(model) first"
 
 
-class FrozenWeight(Tensor):
+class FrozenWeight(Wrapper):
     """E4M3 codes with one power-of-two scale, seen as a frozen parameter of `dtype`: value = code × scale."""
 
-    # Everything is decided below the autograd level; no Python override per torch function is needed.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _is_param = True  # to isinstance(weight, nn.Parameter), and in copies
 
     @staticmethod
@@ -115,12 +114,7 @@ class FrozenWeight(Tensor):
         self.scale.copy_(value.scale)
         return self
 
-    @property
-    def data(self) -> Tensor:
-        """An alias; if assigned to, the weight takes shape, dtype, device and contents of the value."""
-        return self.detach()
-
-    @data.setter
+    @Wrapper.data.setter  # type: ignore[attr-defined, untyped-decorator]
     def data(self, value: Tensor) -> None:
         new = value if isinstance(value, FrozenWeight) else self.quantize(value)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
@@ -145,9 +139,6 @@ class FrozenWeight(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FrozenWeight({self.dequantize()}, codes of e4m3)"
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return FrozenWeight, (self.codes, self.scale, self.dtype)
@@ -182,15 +173,11 @@ class FrozenWeight(Tensor):
                 with torch.inference_mode(x.is_inference()):  # torch wants a view to be as its base
                     views = func(x.codes, *args[1:], **kwargs)
                     return tree_map(lambda codes: FrozenWeight(codes, x.scale, x.dtype), views)
-        for i, argument in enumerate(func._schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(isinstance(t, FrozenWeight) for t in tree_leaves(given)):
-                told = f'{func} writes to a frozen weight that is kept in FP8 (frozen="fp8")'
-                lost = "Rounding to 4 bits would lose most of what is added. Averages leave out frozen weights"
-                raise ModelError(
-                    f"{told}. {lost}. To merge an adapter: {_RESTORE[0].lower()}{_RESTORE[1:]}."
-                )
+        if any(isinstance(t, FrozenWeight) for t in written_by(func, args, kwargs)):
+            told = f'{func} writes to a frozen weight that is kept in FP8 (frozen="fp8")'
+            lost = "Rounding to 4 bits would lose most of what is added. Averages leave out frozen weights"
+            remedy = f"To merge an adapter: {_RESTORE[0].lower()}{_RESTORE[1:]}"
+            raise ModelError(f"{told}. {lost}. {remedy}.")
         args, kwargs = tree_map(values_of, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -124,29 +124,21 @@ def multiply(
 
     On a GPU, rows from offs[-1] on are not defined, and those of x count for its scale.
     """
-    options = grouped_options(products, train, output_dtype(x), turned)
-    if torch.compiler.is_compiling():
-        return _in_graph(x, stack, offs, *options[:-2])
-    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), options)
+    return _multiply(x, stack, offs, [grouped_options(products, train, output_dtype(x), turned)])
+
+
+@casts.operator("grouped(Tensor x, Tensor stack, Tensor offs")
+def _multiply(x: Tensor, stack: Tensor, offs: Tensor, options: list[casts.Options]) -> Tensor:
+    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), *options)
     return result
 
 
 def grouped_options(
     products: casts.Products, train: bool, dtype: torch.dtype, turned: bool
 ) -> casts.Options:
-    """Return the settings of a grouped product: scales are current ones, whatever the recipe."""
-    fast, none = products.fast_groups, -1
-    return products.options(train, dtype)._replace(
-        turned=turned, fp8_recipe="current", fast=fast, x_state=none, w_state=none, g_state=none
-    )
-
-
-_in_graph = ops.define_composite(
-    f"grouped(Tensor x, Tensor stack, Tensor offs, {casts.ARGUMENTS}) -> Tensor",
-    lambda x, stack, offs, *options: _GroupedMatmul.apply(
-        x, stack, offs.int(), casts.Options(*options)
-    ),
-)
+    """Return the settings of a grouped product: scales are current ones, where the recipe's may be of blocks."""
+    fast = products.fast_groups
+    return products.options(train, dtype)._replace(turned=turned, fp8_recipe="current", fast=fast)
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -15,8 +15,8 @@ The layer is an `nn.Linear` or a Conv1D whose class was changed: its parameters,
 untouched, and changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the
 dtype of the input, or autocast's where autocast is on.
 
-Under torch.compile a layer is one operator, so Dynamo does not trace what is in here, which would take it 0.1 s a
-layer. AOTAutograd runs it, autograd.Function included: Inductor gets the casts and the products.
+Under torch.compile a layer is one operator (`casts.operator`): Dynamo would take 0.1 s to trace it. AOTAutograd runs
+it, autograd.Function included: Inductor gets the casts and the products.
 """
 
 from __future__ import annotations
@@ -36,38 +36,32 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.tensor_kinds import is_sharded
 
 from . import casts
-from .bf16_storage import output_dtype, stored_linear
+from .bf16_storage import Layer, output_dtype, stored_linear
 from .frozen import values_of
 from .layer_kinds import sizes_of, weight_of
-from .mixin import Mixin, mixed_class
+from .mixin import mixed_class
 from .narrow import narrowed
-from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
-class Fp8Layer(Mixin):
+class Fp8Layer(Layer):
     """A layer that multiplies in FP8; `convert.py` mixes it into the class of a Linear or a Conv1D."""
 
     mixin_prefix = "Fp8"
     products: casts.Products
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        if input.is_nested and not self.training:  # as torch's encoder gives it
-            return stored_linear(input, weight_of(self), self.bias)
-        products, compiled = self.products, torch.compiler.is_compiling()
+    def multiply(self, input: Tensor) -> Tensor:
+        products = self.products
         # Under the mode of `matmuls.py`, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
-            if pays(input, products.least_rows, compiled or products.graphed):
+            if products.pays(input):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
             weight = weight_of(self)
-            if compiled or input.dtype is not torch.float32:
+            if torch.compiler.is_compiling() or input.dtype is not torch.float32:
                 return stored_linear(input, weight, self.bias)
             # Autocast is on, or it would pay.
             return nn.functional.linear(narrowed(input, products), weight, self.bias)
@@ -84,17 +78,13 @@ def is_fp8_layer(module: nn.Module | None) -> bool:
     return isinstance(module, Fp8Layer) and type(module) is module.mixed_class
 
 
-class Bf16Layer(Mixin):
+class Bf16Layer(Layer):
     """A layer that multiplies in bfloat16: what a level uses on a device without FP8 GEMMs."""
 
     mixin_prefix = "Bf16"
     layer_name = ""  # in the model
-    bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        if input.is_nested and not self.training:  # as torch's encoder gives it
-            return stored_linear(input, weight_of(self), self.bias)
+    def multiply(self, input: Tensor) -> Tensor:
         return bf16_matmul(input, weight_of(self), self.bias, self.layer_name)
 
 
@@ -123,14 +113,12 @@ def fp8_matmul(
     """
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     backward = x.requires_grad or weight.requires_grad
-    options = products.options(train, output_dtype(x), backward)
-    if torch.compiler.is_compiling():
-        return _in_graph(x, weight, bias, *options[:-2])
-    return _multiply(x, weight, bias, options)
+    return _multiply(x, weight, bias, [products.options(train, output_dtype(x), backward)])
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Options) -> Tensor:
-    grad = torch.is_grad_enabled()
+@casts.operator("linear(Tensor x, Tensor weight, Tensor? bias")
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.Options]) -> Tensor:
+    (options,), grad = given, torch.is_grad_enabled()
     x8 = casts.cast_input(x, options, grad and weight.requires_grad)
     w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
     if options.probe is not None:
@@ -142,12 +130,6 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Opt
     apply = _Fp8Matmul.apply if torch._C._are_functorch_transforms_active() else _apply
     result: Tensor = apply(x, weight, bias, *x8, *w8, options)
     return result
-
-
-_in_graph = ops.define_composite(
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {casts.ARGUMENTS}) -> Tensor",
-    lambda x, weight, bias, *options: _multiply(x, weight, bias, casts.Options(*options)),
-)
 
 
 class _Fp8Matmul(torch.autograd.Function):

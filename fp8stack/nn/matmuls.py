@@ -47,10 +47,9 @@ from fp8stack.levels import Recipe
 from . import grouped
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
-from .convert import Conversion
 from .forward_code import is_of_library
 from .linear import fp8_matmul
-from .mixin import Mixin, mixed_class
+from .mixin import Mixin, mix
 from .select import least_rows, pays
 
 RECIPES = ("current", "blockwise")  # others become "current"
@@ -66,7 +65,6 @@ def apply_matmuls(
     recipe: Recipe,
     chosen: Container[nn.Module],  # by `coverage.bare_modules`
     skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
-    conversion: Conversion,
 ) -> BareMatmuls:
     """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
     bare = BareMatmuls(recipe, skipped)
@@ -77,14 +75,13 @@ def apply_matmuls(
         if module not in chosen or is_of_library(module) or isinstance(module, Mixin):
             continue
         if _has_plain_forward(module):
-            cls = mixed_class(MultipliesParameters, type(module))
-            conversion.change(module, cls, _bare_matmuls=bare)
+            mix(module, MultipliesParameters, _bare_matmuls=bare)
     watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
     for module in (inner for outer in watched for inner in _next_inside(outer)):
         if _has_plain_forward(module) and not isinstance(module, LeavesMode):
             # A class that takes no subclass stays under the mode.
             with contextlib.suppress(Exception):
-                conversion.change(module, mixed_class(LeavesMode, type(module)))
+                mix(module, LeavesMode)
     return bare
 
 
@@ -123,13 +120,13 @@ class BareMatmuls:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.
         return BareMatmuls, (self.recipe, self.skipped)
 
-    def products_of(self, parameter: Tensor, turned: bool) -> Products:
+    def products_of(self, parameter: Tensor | None, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
         if not torch.compiler.is_compiling():
             self.used.add(self._place_of(parameter)[1])
         return self._products[int(turned)]
 
-    def _place_of(self, parameter: Tensor) -> tuple[nn.Module | None, str]:
+    def _place_of(self, parameter: Tensor | None) -> tuple[nn.Module | None, str]:
         """Return the owner of `parameter` and its name; a skipped one, if there are several."""
         module, key, name = self.places.get(id(parameter), (None, "", ""))
         known = module is not None and module._parameters.get(key) is parameter
@@ -162,26 +159,24 @@ class _Mode(TorchFunctionMode):
 
     def matmul(self, a: Any, b: Any) -> Tensor | str:
         """Return a @ b where one is a parameter, or the reason to leave it."""
-        of_a, of_b = _parameter_of(a), _parameter_of(b)
-        if of_b is not None and of_a is None:
-            return self.product(a, b, of_b, turned=True)
-        if of_a is None or of_b is not None:
+        if _parameter_of(b) is not None:
+            return self.product(a, b, turned=True)
+        if _parameter_of(a) is None:
             return _ONE_PARAMETER
         if b.dim() < 2:
-            return self.product(b, a, of_a, turned=False)
-        y = self.product(b.mT, a, of_a, turned=False)
+            return self.product(b, a, turned=False)
+        y = self.product(b.mT, a, turned=False)
         return y if isinstance(y, str) else y.mT.contiguous()  # laid out as torch's
 
     def product(
         self,
         x: Tensor,  # [..., in], or [..., experts, tokens, in] for a stack
         weight: Tensor,  # [in, out] if turned, else [out, in]; a stack has a dimension of experts before them
-        parameter: Tensor,  # which `weight` is a view of
         turned: bool,
         bias: Tensor | None = None,  # [out]
     ) -> Tensor | str:  # [..., out]
         """Multiply in FP8, or return the reason to leave it."""
-        if reason := self._obstacle(x, weight, parameter, turned):
+        if reason := self._obstacle(x, weight, turned):
             return reason
         experts = weight.unbind() if weight.dim() > 2 else [weight]
         inputs: Any = [x] * len(experts)
@@ -193,31 +188,36 @@ class _Mode(TorchFunctionMode):
             if not pays(inputs[0], least, torch.compiler.is_compiling()):
                 return TOO_FEW
         if weight.dim() == 2:
-            return self._matrix(x, weight, parameter, turned, bias)
+            return self._matrix(x, weight, turned, bias)
         pairs = zip(inputs, experts, strict=True)
-        return torch.stack([self._matrix(i, w, parameter, turned, None) for i, w in pairs], -3)
+        return torch.stack([self._matrix(i, w, turned, None) for i, w in pairs], -3)
 
-    def grouped(self, x: Tensor, stack: Tensor, offs: Tensor, parameter: Tensor) -> Tensor | str:
+    def grouped(self, x: Tensor, stack: Tensor, offs: Tensor) -> Tensor | str:
         """Multiply each group of x [rows, in] by its matrix of `stack` [groups, in, out], or return the reason not to.
 
         torch multiplies float32 by float32, also under autocast, and then FP8 always pays.
         """
-        if reason := self._obstacle(x, stack, parameter, True) or grouped.obstacle(stack):
+        if reason := self._obstacle(x, stack, True) or grouped.obstacle(stack):
             return reason
         if x.is_cuda and self.bare.recipe.select == "auto" and stack.dtype is not torch.float32:
             experts, rows, cols = stack.shape
             if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
                 return TOO_FEW
-        products = self.bare.products_of(parameter, True)
+        products = self.bare.products_of(_parameter_of(stack), True)
         return grouped.multiply_some(x, stack, offs, products, self.train)
 
-    def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
+    def _matrix(self, x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None) -> Tensor:
+        parameter = _parameter_of(weight)
         if not weight.is_contiguous() and weight.t().is_contiguous():
             weight, turned = weight.t(), not turned  # casts read contiguous matrices
-        return fp8_matmul(x, weight, bias, self.bare.products_of(of, turned), self.train)
+        products = self.bare.products_of(parameter, turned)
+        return fp8_matmul(x, weight, bias, products, self.train)
 
-    def _obstacle(self, x: Any, weight: Tensor, parameter: Tensor, turned: bool) -> str:
+    def _obstacle(self, x: Any, weight: Tensor, turned: bool) -> str:
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""
+        parameter = _parameter_of(weight)
+        if parameter is None or _parameter_of(x) is not None:
+            return _ONE_PARAMETER
         if torch._C._are_functorch_transforms_active():
             return "a transform of torch.func"
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.dim() == 0:
@@ -265,12 +265,9 @@ def _matmul(mode: _Mode, input: Any, *others: Any, dim: int = 0, **named: Any) -
 
 
 def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | str:
-    parameter = _parameter_of(weight)
-    if parameter is None or _parameter_of(input) is not None:
-        return _ONE_PARAMETER
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return _ARGUMENTS
-    return mode.product(input, weight, parameter, False, bias)
+    return mode.product(input, weight, False, bias)
 
 
 def _addmm(
@@ -297,13 +294,12 @@ def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or equation.count(",") != 1:
         return _NOT_ONE_PRODUCT
-    found = [_parameter_of(operand) for operand in operands]
-    x, weight = operands if found[0] is None else operands[::-1]
-    parameter = found[1] if found[0] is None else found[0]
-    if parameter is None or None not in found:
+    order = 1 if _parameter_of(operands[0]) is None else -1
+    x, weight = operands[::order]
+    if _parameter_of(weight) is None:
         return _ONE_PARAMETER
     terms, _, out = equation.replace(" ", "").partition("->")
-    of_x, of_weight = terms.split(",") if found[0] is None else terms.split(",")[::-1]
+    of_x, of_weight = terms.split(",")[::order]
     dots = max(x.dim() - len(of_x.replace("...", "")), 0)
     free = "".join([c for c in string.ascii_letters if c not in equation][:dots])
     of_x, out = of_x.replace("...", free), out.replace("...", free)
@@ -334,7 +330,7 @@ def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
         pair = (inner, outer) if turned else (outer, inner)
         matrix = [math.prod([sizes[c] for c in part]) for part in pair]
         weight = weight.view([sizes[c] for c in experts] + matrix)
-    y = mode.product(x, weight, parameter, turned)
+    y = mode.product(x, weight, turned)
     if not isinstance(y, str) and len(outer) > 1:
         y = y.unflatten(-1, [sizes[c] for c in outer])
     made = first + outer
@@ -367,13 +363,10 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
 
 def _grouped(mode: _Mode, input: Any, mat2: Any, *, offs: Any = None, **named: Any) -> Tensor | str:
     """The rows of each group by its own matrix, of a stack [groups, in, out]."""
-    parameter = _parameter_of(mat2)
-    if parameter is None or _parameter_of(input) is not None:
-        return _ONE_PARAMETER
     plain = (input.dim(), mat2.dim()) == (2, 3) and not any(x is not None for x in named.values())
     if offs is None or not plain:
         return _ARGUMENTS
-    return mode.grouped(input, mat2, offs, parameter)
+    return mode.grouped(input, mat2, offs)
 
 
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ class Mixin(nn.Module):
     """The base of all mix-ins. Not constructed."""
 
     mixin_prefix = ""  # the first part of the mixed class's name
-    mixed_class: type[
-        nn.Module
-    ]  # itself; a class that something makes over it (a parametrization) inherits that
+    # The mixed class itself; a class that something makes over it (a parametrization) inherits that.
+    mixed_class: type[nn.Module]
+    _fp8stack_attributes: tuple[str, ...] = ()  # names of what its modules got with it
 
     def __init_subclass__(cls) -> None:
         """Do nothing: a model's own `__init_subclass__` is for the user's classes, not for mixed ones."""
@@ -51,7 +51,7 @@ class Fused(Mixin):
 
 
 def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that has `mixin` before `cls`; assign it to `module.__class__`."""
+    """Return the class that has `mixin` before `cls`; see `mix`."""
     for known in cls.__subclasses__():
         if vars(known).get("_fp8stack_mixin") is mixin:
             return known
@@ -76,19 +76,45 @@ def _new(mixin: type[Mixin], cls: type[nn.Module], *args: Any) -> nn.Module:
     return cls.__new__(mixed_class(mixin, cls), *args)
 
 
-def class_below(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, without the mix-in if it has one."""
-    cls = type(module)
-    return cls.__bases__[1] if getattr(module, "mixed_class", None) is cls else cls
+def mix(
+    module: nn.Module,
+    mixin: type[Mixin],
+    cls: type[nn.Module] | None = None,
+    **attributes: object,
+) -> None:
+    """Give a module the class that has `mixin` before `cls`, by default its own, and the attributes it needs."""
+    mixed: Any = mixed_class(mixin, cls or type(module))
+    mixed._fp8stack_attributes = (*attributes,)
+    object.__setattr__(module, "__class__", mixed)  # whatever its own `__setattr__` does
+    vars(module).update(attributes)
 
 
-def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
-    """Return the error for a module whose class cannot be changed, as another was made over it since."""
-    return ModelError(
-        f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization made over "
-        f"{hidden}, which cannot be taken from under it. Remove the parametrization first "
-        "(torch.nn.utils.parametrize.remove_parametrizations), or restore before fully_shard."
-    )
+def take_off(
+    model: nn.Module, mixin: type[Mixin] = Mixin, removed: Iterable[nn.Module] = ()
+) -> None:
+    """Give the modules that `mixin` was mixed into the classes and attributes that they had.
+
+    removed: modules that were in the model.
+
+    Raises:
+        ModelError: if another class was made over a mixed one since. Nothing is changed.
+    """
+    names = dict.fromkeys(removed, "a module that was removed")
+    names |= {module: name or "the model" for name, module in model.named_modules()}
+    mixed: list[Any] = [module for module in names if isinstance(module, mixin)]
+    for module in mixed:
+        if type(module) is not module.mixed_class:
+            raise ModelError(
+                f"{names[module]} is a {type(module).__name__}, a class that fully_shard or a parametrization made "
+                f"over {module.mixed_class.__name__}, which cannot be taken from under it. Remove the parametrization "
+                "first (torch.nn.utils.parametrize.remove_parametrizations), or restore before fully_shard."
+            )
+    for module in mixed:
+        # One may lie over another. A layer that multiplies in FP8 stays one below a fused class.
+        while isinstance(module, mixin) and type(module) is module.mixed_class:
+            for attribute in module._fp8stack_attributes:
+                vars(module).pop(attribute, None)
+            object.__setattr__(module, "__class__", type(module).__bases__[1])
 
 
 def fuse_modules(
@@ -107,8 +133,7 @@ def fuse_modules(
         left_alone = isinstance(module, mixin) or "forward" in vars(module) or module in skipped
         formula = None if left_alone else formula_of(module)
         if formula is not None:
-            module.__class__ = mixed_class(mixin, type(module))
-            vars(module)[TESTED] = formula
+            mix(module, mixin, **{TESTED: formula})
             fused.append(name)
     return fused
 
@@ -139,21 +164,3 @@ def run_with(
         return result if before == {name: id(value) for name, value in vars(twin).items()} else None
     except Exception:  # it cannot be copied, or wants other arguments, another device or shape
         return None
-
-
-def unfuse(model: nn.Module) -> None:
-    """Give all modules that were fused, or got a CUDA graph, their own classes back.
-
-    Raises:
-        ModelError: if another class was made over a fused one. Nothing is changed.
-    """
-    fused: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, Fused)}
-    for name, module in fused.items():
-        if class_below(module) is type(module):
-            raise hidden_class(name, module, "the fused one")
-    for module in fused.values():
-        # One may lie over another. A layer that multiplies in FP8 stays one.
-        while issubclass(type(module), Fused) and class_below(module) is not type(module):
-            module.__class__ = class_below(module)
-        for attribute in (TESTED, "block_graphs", "graph_name"):
-            vars(module).pop(attribute, None)

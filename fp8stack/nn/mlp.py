@@ -36,7 +36,7 @@ from .bf16_storage import output_dtype
 from .layer_kinds import sizes_of
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
-from .select import least_rows_of_mlp, pays
+from .select import least_rows_of_mlp
 
 
 class Formula(NamedTuple):
@@ -75,12 +75,7 @@ class FusedMLP(Fused):
         # What was replaced or added since, has a hook or drops values is called.
         if formula is not None and inner == formula.children and len(given) == 1 and not named:
             layers: list[Any] = [inner[name] for name in formula.layers]
-            compiled = torch.compiler.is_compiling()
-            pay = (
-                linear.is_fp8_layer(m)
-                and pays(given[0], m.products.least_rows, compiled or m.products.graphed)
-                for m in layers
-            )
+            pay = (linear.is_fp8_layer(m) and m.products.pays(given[0]) for m in layers)
             changed = (has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
             if all(pay) and not any(changed) and _can_join(layers):
                 with torch._C.DisableTorchFunction():  # see Fp8Layer
@@ -92,18 +87,19 @@ class FusedMLP(Fused):
 def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
     return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
-        (layer.bias is None) is (layers[0].bias is None)
-        and layer.training is layers[0].training
-        and layer.products.turned is layers[0].products.turned
-        and layer.products.name == layers[0].products.name
-        and layer.products.fast is layers[0].products.fast
-        and layer.products.fp8_recipe == layers[0].products.fp8_recipe
+        _kind(layer) == _kind(layers[0])
         and layer.products.fp8_recipe in ("current", "delayed")
         and layer.products.formats.x is E4M3
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or layer.products.probe is None)
         for layer in layers
     )
+
+
+def _kind(layer: linear.Fp8Layer) -> tuple[Any, ...]:
+    """Return what layers that are joined have in common."""
+    of = layer.products
+    return layer.bias is None, layer.training, of.turned, of.name, of.fast, of.fp8_recipe
 
 
 def _formula_of(module: nn.Module) -> Formula | None:
@@ -181,17 +177,15 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Layer], activation: str) -> Tensor:
     weights = [layer.weight for layer in layers]
     backward = x.requires_grad or any(weight.requires_grad for weight in weights)
     options = [layer.products.options(first.training, dtype, backward) for layer in layers]
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    if torch.compiler.is_compiling():
-        states = [s for each in options for s in (each.x_state, each.w_state, each.g_state)]
-        return _in_graph(x, weights, biases, activation, states, *options[0][:-2])
+    biases = [layer.bias for layer in layers]
     return _compute(x, weights, biases, activation, options)
 
 
+@casts.operator("mlp(Tensor x, Tensor[] weights, Tensor?[] biases, str activation")
 def _compute(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     activation: str,
     options: list[casts.Options],
 ) -> Tensor:
@@ -202,26 +196,11 @@ def _compute(
         operands += casts.cast_weight(weight, own, grad, x8.codes.shape[0])[:3]
     state, dtype, again = options[-1].x_state, options[0].dtype, options[0].recomputes(x)
     h_scaling = ([] if state < 0 else [state], options[0].train and not again, again)
-    biases = [bias.to(dtype) for bias in biases]  # to which autocast casts those of torch's layers
-    settings = activation, len(biases) > 0, h_scaling, options
+    # to which autocast casts those of torch's layers
+    biases = [bias if bias is None else bias.to(dtype) for bias in biases]
+    settings = activation, h_scaling, options
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result
-
-
-def _operator(
-    x: Any, weights: Any, biases: Any, activation: str, states: Any, *rest: Any
-) -> Tensor:
-    first = casts.Options(*rest)
-    triples = zip(states[::3], states[1::3], states[2::3], strict=True)
-    options = [first._replace(x_state=i, w_state=w, g_state=g) for i, w, g in triples]
-    return _compute(x, weights, biases, activation, options)
-
-
-# as a layer is one operator, see `linear.py`; layers differ in their `states` only: x, w and g of each
-_in_graph = ops.define_composite(
-    f"mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, int[] states, {casts.ARGUMENTS}) -> Tensor",
-    _operator,
-)
 
 
 class _MLP(torch.autograd.Function):
@@ -231,17 +210,17 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # [..., in]
-        # weights, all [out, in] or all [in, out], of gate, up and down, or of up and down; their biases [out], if they
-        # have any; codes [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's
-        # codes of each weight; the activation, whether there are biases, of, update and again of `ops.activation_cast`,
+        # weights, all [out, in] or all [in, out], of gate, up and down, or of up and down; their biases [out] or None;
+        # codes [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's
+        # codes of each weight; the activation, of, update and again of `ops.activation_cast`,
         # the Options
         *tensors_and_settings: Any,
     ) -> Tensor:  # [..., out]
         *given, settings = tensors_and_settings
-        activation, biased, h_scaling, options = settings
+        activation, h_scaling, options = settings
         count = len(options)
-        weights, biases = given[:count], given[count : 2 * count] if biased else [None] * count
-        x_codes, x_scale, x_codes_t, *operands = given[count * (1 + biased) :]
+        weights, biases = given[:count], given[count : 2 * count]
+        x_codes, x_scale, x_codes_t, *operands = given[2 * count :]
         codes, scales = operands[::3], operands[1::3]
         rows, dtype = x.numel() // max(x.shape[-1], 1), options[0].dtype
         turned = int(options[0].turned)
@@ -250,14 +229,15 @@ class _MLP(torch.autograd.Function):
             fast = options[i].fast
             y = linear.product(x_codes, x_scale, codes[i], scales[i], dtype, fast, biases[i])
             # Rows of padding have the bias, too, and it may be the largest of all.
-            inputs.append(linear.crop(y, (rows, weight.shape[turned])) if biased else y)
+            padded = biases[i] is None
+            inputs.append(y if padded else linear.crop(y, (rows, weight.shape[turned])))
         gate, up = inputs[0], inputs[1] if count == 3 else None
         h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
         y = linear.product(
             h_codes, h_scale, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
         )
         ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
-        ctx.unused = len(given) - count * (1 + biased) + 1
+        ctx.unused = len(given) - 2 * count + 1
         ctx.save_for_backward(
             x_codes_t, x_scale, h_scale, *inputs, *weights, *operands[2::3], *scales
         )
@@ -269,14 +249,14 @@ class _MLP(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    activation, biased, _, options = ctx.settings
+    activation, _, options = ctx.settings
     count = len(options)
     x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
     inputs, saved = saved[: count - 1], saved[count - 1 :]
     weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
     (need_x, *need), learn = casts.runs(ctx, 1 + count, options[0].traced(grad))
-    need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count] if biased else [False] * count
-    gradients: list[Tensor | None] = [None] * (count * (1 + biased))
+    need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count]
+    gradients: list[Tensor | None] = [None] * (2 * count)
     d = casts.cast_gradient(grad, options[-1], True, need[-1], learn)
     d_codes = casts.weight_for_backward(weights[-1], codes[-1], scales[-1], options[-1])
     dh = linear.product(d.codes, d.scale, *d_codes, options[-1].dtype)

@@ -35,7 +35,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def fuse_norms(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
-    """Fuse the RMSNorms of a model; return their names. `unfuse` undoes it."""
+    """Fuse the RMSNorms of a model; return their names. `take_off` undoes it."""
     return fuse_modules(model, FusedRMSNorm, _offset_of, skipped)
 
 

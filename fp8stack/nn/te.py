@@ -47,28 +47,23 @@ from fp8stack.capability import load_te
 from fp8stack.errors import UnsupportedDeviceError, warn
 from fp8stack.levels import Recipe
 
-from .bf16_storage import output_dtype, stored_linear
+from .bf16_storage import Layer, output_dtype
 from .casts import in_backward
 from .layer_kinds import weight_of
 from .linear import check_input, title, unsafe_view
-from .mixin import Mixin, mixed_class
+from .mixin import mixed_class
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """By recipe: every dimension of a product must be a multiple of this."""
 
 
-class TeLayer(Mixin):
+class TeLayer(Layer):
     """A layer that TransformerEngine computes; `convert.py` mixes it into the class of a Linear or a Conv1D."""
 
     mixin_prefix = "Te"
     te: Engine
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        if input.is_nested and not self.training:  # as torch's encoder gives it
-            return stored_linear(input, weight_of(self), self.bias)
+    def multiply(self, input: Tensor) -> Tensor:
         run = _break_graph if torch.compiler.is_compiling() else _forward
         return run(self, input)
 

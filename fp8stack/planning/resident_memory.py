@@ -168,8 +168,8 @@ def use_after_step(
 @lru_cache(maxsize=256)
 def _codes_of(shape: torch.Size, dtype: torch.dtype, recipe: Recipe, turned: bool) -> int:
     """Return the bytes of a weight's codes and scales in the layout of backward."""
-    weight, products = torch.empty(shape, dtype=dtype, device="meta"), Products(recipe)
-    products.turned = turned
+    weight = torch.empty(shape, dtype=dtype, device="meta")
+    products = Products(recipe, turned=turned)
     cast = cast_weight(weight, products.options(False, dtype), True, 0)
     return cast.codes_t.nbytes + cast.scale_t.nbytes
 

@@ -561,7 +561,7 @@ def test_what_is_left_out_is_told_with_the_reason():
 
 def test_transformer_engine_leaves_it_to_torch():
     layers = convert.choose_layers(encoder(1), recipe_for("O0", None), {}, set(), compute="te")
-    assert [name for name, _ in layers.gemm] == ["layers.0.linear1", "layers.0.linear2"]
+    assert [name for name, _, _ in layers.gemm] == ["layers.0.linear1", "layers.0.linear2"]
     told = dict(layers.skipped)
     assert set(told) == {"layers.0.self_attn", "layers.0.self_attn.out_proj"}
     assert 'compute="native" takes it' in told["layers.0.self_attn"]

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import fp8stack
 from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
-from fp8stack.nn import Bf16Linear, StoredLinear
-from fp8stack.nn.convert import Conversion
+from fp8stack.nn.bf16_storage import StoredLayer
+from fp8stack.nn.linear import Bf16Layer
+from fp8stack.nn.mixin import mix, take_off
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,12 @@ def test_layers_that_the_card_leaves_out_are_no_bare_parameters_either():
 
 
 def test_a_module_that_is_changed_twice_gets_its_first_class_back():
-    layer, conversion = nn.Linear(4, 4), Conversion()
+    layer = nn.Linear(4, 4)
     before = dict(vars(layer))
-    conversion.change(layer, Bf16Linear, layer_name="a", more=1)
-    conversion.change(layer, StoredLinear, layer_name="b")
+    mix(layer, Bf16Layer, layer_name="a", more=1)
+    mix(layer, StoredLayer, layer_name="b")
     assert layer.layer_name == "b"
-    conversion.check(layer)
-    conversion.undo()
+    take_off(layer)
     assert (type(layer), vars(layer)) == (nn.Linear, before)
 
 

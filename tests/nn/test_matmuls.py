@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import fp8stack
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.levels import recipe_for
-from fp8stack.nn.convert import Conversion, skipped_modules
+from fp8stack.nn.convert import skipped_modules
 from fp8stack.nn.coverage import bare_modules
 from fp8stack.nn.matmuls import MultipliesParameters, _Mode, apply_matmuls
+from fp8stack.nn.mixin import take_off
 
 
 class Bare(nn.Module):
@@ -35,12 +36,11 @@ class Bare(nn.Module):
 
 
 def fp8(model, **overrides):
-    """Let the model's products run in FP8; return the record of them and what undoes it."""
+    """Let the model's products run in FP8; return the record of them."""
     recipe = recipe_for("O0", **{"matmuls": True, "select": "all", **overrides})
-    conversion = Conversion()
     skipped = skipped_modules(model, recipe)[0]
     chosen = [m for m, why in bare_modules(model, recipe, skipped).items() if not why]
-    return apply_matmuls(model, recipe, chosen, skipped, conversion), conversion
+    return apply_matmuls(model, recipe, chosen, skipped)
 
 
 def assert_close(given, exact, what):
@@ -154,7 +154,7 @@ def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
     model = Bare(case.function, *case.w, device=device)
     x = torch.randn(case.x, device=device)
     expected = model(x)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     gradient = torch.randn_like(expected)
     y, dx, dw = results(model, x, gradient)
     assert bare.used == {"w"}
@@ -182,7 +182,7 @@ def test_dtypes_are_torchs(name, dtype, autocast, device):
     x = torch.randn(case.x, device=device, dtype=own)
     with torch.autocast(device, dtype, enabled=autocast):
         expected = results(model, x)
-        bare, _ = fp8(model)
+        bare = fp8(model)
         given = results(model, x)
     assert bare.used
     for a, b in zip(given, expected, strict=True):
@@ -213,7 +213,7 @@ def test_biases(call, dtype, device):
     model = Bare(lambda x, w: call(x, w, model.b), 96, 48, device=device, dtype=dtype)
     model.b = nn.Parameter(torch.randn(48, device=device).to(dtype))
     x = torch.randn(33, 96, device=device).to(dtype)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     y, dx, dw, db = results(model, x)
     bias = model.b.detach().clone()
     model.b.data.zero_()
@@ -238,7 +238,7 @@ def test_addmm_adds_what_is_no_bias(beta, alpha, rows, left, device):
     model = Bare(add, 96, 64 if left else 48, device=device)
     x = torch.randn(*((64, 48) if left else (33, 96)), device=device)
     expected = model(x)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     assert 1e-4 < (model(x) - expected).norm() / expected.norm() < 0.06
     assert bare.used
 
@@ -272,7 +272,7 @@ def test_a_tied_head(stored, device):
     model.embed.weight.data = model.embed.weight.data.to(stored)
     tokens = torch.randint(0, 320, (2, 17), device=device)
     hidden = model.proj(model.embed(tokens).float()).detach()
-    bare, _ = fp8(model)
+    bare = fp8(model)
     y = model(tokens)
     assert bare.used == {"embed.weight"}  # the Linear's 1024 elements are fewer than min_numel
     exact = rounded(hidden, E4M3) @ rounded(model.embed.weight, E4M3).T
@@ -288,7 +288,7 @@ def test_gradients_stop_where_autograd_stops():
         return F.linear(x, view) + x @ w.detach()
 
     model = Bare(stopped, 96, 96)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     x = torch.randn(20, 96, requires_grad=True)
     for function, frozen in ((stopped, False), (torch.matmul, True), (torch.matmul, False)):
         model.function = function
@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_left_to_torch(name):
     model = Bare(function, *w_shape)
     x = torch.randn(x_shape)
     expected = model(x)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     assert_same_bits(model(x), expected)
     assert not bare.used
     assert reason is None or any(reason in key for key in bare.left)
@@ -351,7 +351,7 @@ def test_other_dtypes_are_left_to_torch(dtype):
     model.w = nn.Parameter((torch.randn(96, 96) * 9).to(dtype), requires_grad=False)
     x = (torch.randn(20, 96) * 9).to(dtype)
     expected = model(x)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     assert_same_bits(torch.view_as_real(model(x)) if dtype.is_complex else model(x),
                      torch.view_as_real(expected) if dtype.is_complex else expected)  # fmt: skip
     assert bare.left == {"dtypes": 1}
@@ -378,7 +378,7 @@ def test_errors_are_torchs(function, x, message):
 def test_min_numel(device):
     model, x = Bare(torch.matmul, 90, 64, device=device), torch.randn(20, 90, device=device)
     expected = model(x)
-    bare, _ = fp8(model, min_numel=90 * 64 + 1)
+    bare = fp8(model, min_numel=90 * 64 + 1)
     assert_same_bits(model(x), expected)
     assert bare.left == {"smaller than min_numel": 1}
 
@@ -396,7 +396,7 @@ class Pair(nn.Module):
 def test_skip(device):
     model = Pair(device)
     x = torch.randn(20, 96, device=device)
-    bare, _ = fp8(model, skip=["head"])
+    bare = fp8(model, skip=["head"])
     assert not isinstance(model.head, MultipliesParameters)
     y = model(x)
     assert bare.used == {"first.w"}
@@ -457,7 +457,7 @@ def test_recomputation_is_fp8_and_bit_identical(reentrant, where, device):
     model, again = stack().to(device), again.to(device)
     x = torch.randn(2, 33, 64, device=device)
     exact = results(model, x)
-    bare, _ = fp8(model)
+    bare = fp8(model)
     fp8(again)
     expected = results(model, x)
     assert len(bare.used) == 7
@@ -690,11 +690,11 @@ def test_a_converted_module_looks_as_before():
 
 def test_copies_keep_a_record_of_their_own():
     model = stack()
-    bare, conversion = fp8(model)
+    bare = fp8(model)
     for twin in (copied(model) for copied in COPIES.values()):
         assert isinstance(twin, MultipliesParameters)
         assert twin._bare_matmuls is twin[1]._bare_matmuls is not bare
-    conversion.undo()
+    take_off(model)
     assert type(twin) is not Stack
 
 
@@ -736,7 +736,7 @@ class Calls(Inherits):
 
 def test_classes_with_bases_metaclasses_and_registries():
     model = nn.Sequential(Calls(), Inherits())
-    bare, _ = fp8(model)
+    bare = fp8(model)
     assert made == ["Inherits", "Calls"]
     model(torch.randn(20, 96))
     assert bare.used == {"0.w", "1.w"}

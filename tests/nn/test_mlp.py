@@ -20,7 +20,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.activation import ACTIVATIONS
 from fp8stack.levels import recipe_for
 from fp8stack.nn import Fp8Linear
-from fp8stack.nn.mixin import TESTED, unfuse
+from fp8stack.nn.mixin import TESTED, Fused, take_off
 from fp8stack.nn.mlp import FusedMLP, fuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm
 
@@ -89,7 +89,7 @@ def test_blocks_are_found_by_what_they_compute(names, bias, device):
     assert type(model[1]).__name__ == "FusedBlock"
     assert list(model.state_dict()) == keys
     assert all(type(m) is Fp8Linear for m in model[1].children())
-    unfuse(model)
+    take_off(model, Fused)
     assert type(model[1]) is Block
     for name, act in {**ACTIVATIONS, "gelu_tanh": gelu_by_hand}.items():
         # as wide as long: only the numbers tell the layers apart
@@ -344,7 +344,7 @@ def test_a_sharded_block_can_be_fused(mesh):
     assert fuse(model) == ["0"]
     for one, same in zip(results(model, x), expected, strict=True):
         assert_same_bits(one.full_tensor() if isinstance(one, DTensor) else one, same)
-    unfuse(model)
+    take_off(model, Fused)
     assert type(model[0]) is sharded
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.nn import functional as F
 
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
-from fp8stack.nn.mixin import unfuse
+from fp8stack.nn.mixin import Fused, take_off
 from fp8stack.nn.notes import noted
 from fp8stack.nn.rmsnorm import FusedRMSNorm, fuse_norms
+
+unfuse = partial(take_off, mixin=Fused)
 
 
 class LlamaRMSNorm(nn.Module):

@@ -76,7 +76,7 @@ def test_experts_with_few_tokens_are_transformers(monkeypatch):
     least = least_rows_of_experts(64, 48, 3, 4)
     fp8stack.initialize(module, None, "O0", compute="native")
     experts = module[0]
-    experts.least_rows = least
+    experts.products[0].least_rows = least
     calls = []
     monkeypatch.setattr(type(experts), "_compute", lambda self, x, *_: calls.append(len(x)) or x)
     experts(*given)
