@@ -81,8 +81,6 @@ def attach(
     if recipe.states != "keep":
         recipe = replace(recipe, optimizer_backend="fp8stack")
     units = comm.units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
-    for unit in units.values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
     recipe, notes = _reduction(model, recipe, replicate_group, strict)
     in_fp8 = recipe.gradients == "fp8"
     low, reason = _to_store(model, optimizer, recipe, units)
@@ -136,8 +134,6 @@ def verify(
             that are not quantized or not sharded like their parameters, an optimizer of other parameters.
     """
     units = comm.units_of(model, "verify")
-    for unit in units.values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
     reducers = {name or "the root": comm.reduces_in_fp8(unit) for name, unit in units.items()}
     in_fp8 = session_of(model).recipe.gradients == "fp8"
     if isinstance(stepped, torch.optim.Optimizer):
