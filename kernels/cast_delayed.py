@@ -20,7 +20,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import COLS, ROWS, prepare
 from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, next_power_of_2
+from .launch import UNFUSED, Launcher, next_power_of_2
 from .reference.cast import TOKENS, Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
@@ -133,8 +133,8 @@ def _update_kernel(
     tl.store(state_ptr + 1, tl.load(scale_ptr))
 
 
-_launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, enable_fp_fusion=False)
-_launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, **UNFUSED)
+_launch_update = Launcher(_update_kernel, num_warps=4, **UNFUSED)
 
 
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:

@@ -43,7 +43,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK
 
 from . import fp8
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .reference.wire import Layout, share_and_rest
 from .wire import divide
 from .workspace import (
@@ -220,8 +220,7 @@ def _two_shot_kernel(
     tl.store(steps_ptr + _PROGRAMS + program, late)
 
 
-# Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False)
+_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, **UNFUSED)
 
 
 @lru_cache(4096)

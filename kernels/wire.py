@@ -19,13 +19,11 @@ from torch import Tensor
 from fp8stack.formats import BLOCK
 
 from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .reference.wire import Layout, scales_of, share_and_rest
 
 BLOCKS = 16
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-# Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -110,9 +108,9 @@ def _unpack_kernel(
         store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
 
 
-_launch_pack = Launcher(_pack_kernel, **_ROUNDING)
-_launch_reduce = Launcher(_reduce_kernel, **_ROUNDING)
-_launch_unpack = Launcher(_unpack_kernel, **_ROUNDING)
+_launch_pack = Launcher(_pack_kernel, num_warps=4, **UNFUSED)
+_launch_reduce = Launcher(_reduce_kernel, num_warps=4, **UNFUSED)
+_launch_unpack = Launcher(_unpack_kernel, num_warps=4, **UNFUSED)
 
 
 def pack(
