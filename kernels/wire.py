@@ -18,12 +18,11 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
-from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
+from .fp8 import FLOATS, block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
 from .launch import UNFUSED, Launcher
 from .reference.wire import Layout, scales_of, share_and_rest
 
 BLOCKS = 16
-_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _pack_kernel(
         code, scale = encode_blocks(x.to(tl.float32), 3, HARDWARE)
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
-    tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
+    tl.store(wire_ptr.to(FLOATS, bitcast=True) + scale_at, scale, mask=exists)
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def _unpack_kernel(
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     code_at, scale_at = _places(block, per, pitch)
-    scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
+    scales_ptr = wire_ptr.to(FLOATS, bitcast=True)
     code, scale = _load_blocks(wire_ptr, scales_ptr, code_at, scale_at, inside)
     if CODES:
         tl.store(out_ptr + offset, code, mask=mask)
