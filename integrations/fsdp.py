@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8stack.api import carry_out, decide, session_of
+from fp8stack.api import Model, carry_out, decide, session_of
 from fp8stack.capability import indexed
 from fp8stack.comm import fsdp as comm
 from fp8stack.conflicts import FSDP2, refuse_conflicts
@@ -43,8 +43,6 @@ from fp8stack.report import say
 from fp8stack.tensor_kinds import is_sharded
 
 __all__ = ["attach", "verify"]
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def attach(
