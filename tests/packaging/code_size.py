@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_862
+LIBRARY_CAP = 16_833
 TESTS_CAP = 26_818
 _NO_CODE = {
     tokenize.COMMENT,
