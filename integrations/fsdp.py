@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8stack.api import carry_out, decide, session_of
+from fp8stack.api import Model, carry_out, decide, session_of
 from fp8stack.capability import indexed
 from fp8stack.comm import fsdp as comm
 from fp8stack.conflicts import FSDP2, refuse_conflicts
@@ -43,8 +43,6 @@ from fp8stack.report import say
 from fp8stack.tensor_kinds import is_sharded
 
 __all__ = ["attach", "verify"]
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def attach(
@@ -81,8 +79,6 @@ def attach(
     if recipe.states != "keep":
         recipe = replace(recipe, optimizer_backend="fp8stack")
     units = comm.units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
-    for unit in units.values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
     recipe, notes = _reduction(model, recipe, replicate_group, strict)
     in_fp8 = recipe.gradients == "fp8"
     low, reason = _to_store(model, optimizer, recipe, units)
@@ -136,8 +132,6 @@ def verify(
             that are not quantized or not sharded like their parameters, an optimizer of other parameters.
     """
     units = comm.units_of(model, "verify")
-    for unit in units.values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
     reducers = {name or "the root": comm.reduces_in_fp8(unit) for name, unit in units.items()}
     in_fp8 = session_of(model).recipe.gradients == "fp8"
     if isinstance(stepped, torch.optim.Optimizer):

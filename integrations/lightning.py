@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8stack
 from fp8stack.api import sessions_in
 from fp8stack.comm import register_fp8_hook
+from fp8stack.comm.transport import broadcast
 from fp8stack.conflicts import FABRIC, LIGHTNING, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
@@ -292,8 +293,7 @@ def setup(
     _check_strategy(strategy, FABRIC)
     model = fabric.to_device(strategy.precision.convert_module(model))
     if fabric.world_size > 1:  # as DDP will; the lower bits of weights are kept before it does
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        broadcast([*model.parameters(), *model.buffers()], dist.group.WORLD)
     model, optimizer = fp8stack.initialize(
         model, optimizer, opt_level, strict=strict, preset=preset, **overrides
     )

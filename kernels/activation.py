@@ -107,7 +107,7 @@ def _activate(g, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _values(
+def values(
     d, g, u,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def _activation_parts_kernel(
         g = tl.load(g_ptr + at, mask=inside, other=0.0)
         u = tl.load(u_ptr + at, mask=inside, other=0.0) if GATED else g
         d = tl.load(d_ptr + at, mask=inside, other=0.0) if BACKWARD else g
-        _h, a, b = _values(d, g, u, ACTIVATION, GATED, BACKWARD, HARDWARE)
+        _h, a, b = values(d, g, u, ACTIVATION, GATED, BACKWARD, HARDWARE)
         first = tl.maximum(first, bits_of_magnitude(a))
         if BACKWARD and GATED:
             second = tl.maximum(second, bits_of_magnitude(b))
@@ -149,7 +149,7 @@ def _activation_parts_kernel(
 
 
 @triton.jit
-def _scale(
+def store_scale(
     parts_ptr, state_ptr, growth, scale_ptr,
     DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
@@ -175,11 +175,11 @@ def _activation_cast_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # scales first and notes last: with fewer registers in between, more programs run at a time
-    a_inverse = _scale(
+    a_inverse = store_scale(
         parts_ptr, a_state_ptr, growth, a_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MANTISSA
     )
     if BACKWARD and GATED:
-        b_inverse = _scale(
+        b_inverse = store_scale(
             parts_ptr + PARTS, b_state_ptr, growth, b_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MANTISSA
         )  # fmt: skip
     if BACKWARD:
@@ -188,10 +188,10 @@ def _activation_cast_kernel(
     g0, g1, g2, g3 = load_rows(g_ptr, q, c, rows, cols, EVEN)
     u0, u1, u2, u3 = load_rows(u_ptr, q, c, rows, cols, EVEN) if GATED else (g0, g1, g2, g3)
     d0, d1, d2, d3 = load_rows(d_ptr, q, c, rows, cols, EVEN) if BACKWARD else (g0, g1, g2, g3)
-    h0, a0, b0 = _values(d0, g0, u0, ACTIVATION, GATED, BACKWARD, HARDWARE)
-    h1, a1, b1 = _values(d1, g1, u1, ACTIVATION, GATED, BACKWARD, HARDWARE)
-    h2, a2, b2 = _values(d2, g2, u2, ACTIVATION, GATED, BACKWARD, HARDWARE)
-    h3, a3, b3 = _values(d3, g3, u3, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h0, a0, b0 = values(d0, g0, u0, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h1, a1, b1 = values(d1, g1, u1, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h2, a2, b2 = values(d2, g2, u2, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h3, a3, b3 = values(d3, g3, u3, ACTIVATION, GATED, BACKWARD, HARDWARE)
     a = cast_rows(
         a0, a1, a2, a3, a_inverse, a_ptr, a_t_ptr, q, c, rows16, cols16,
         True, BACKWARD, MANTISSA, HARDWARE, EVEN,

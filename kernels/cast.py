@@ -34,7 +34,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
-from .launch import Launcher, next_power_of_2
+from .launch import UNFUSED, Launcher, next_power_of_2
 from .ops import raw_stream
 from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
@@ -46,8 +46,6 @@ ROWS, COLS = 64, 128  # of a tile, measured on an H200
 SLOTS = 4096  # magnitudes of tiles that a program reads at once
 PROGRAMS = 256  # of the kernel that has nothing to do most of the time
 _LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
-# Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_ROUNDING = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -150,10 +148,10 @@ def _refit_kernel(
             )  # fmt: skip
 
 
-_launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
-_launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
-_launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **_ROUNDING)
-_launch_refit = Launcher(_refit_kernel, num_warps=8, **_ROUNDING)
+_launch_parts = Launcher(_parts_kernel, num_warps=8, **UNFUSED)
+_launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **UNFUSED)
+_launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **UNFUSED)
+_launch_refit = Launcher(_refit_kernel, num_warps=8, **UNFUSED)
 
 
 class _Scratch(threading.local):

@@ -21,7 +21,7 @@ from fp8stack.formats import MiniFloat
 from . import transpose_tiles
 from .cast import encode_rows
 from .fp8 import casts_in_hardware, encode_blocks, scale_and_inverse
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .reference import cast_blocks as reference
 from .reference.cast_blocks import Codes
 
@@ -80,8 +80,8 @@ def _cast_128x128_kernel(
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
 
-_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, enable_fp_fusion=False)
-_launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, **UNFUSED)
+_launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, **UNFUSED)
 
 
 def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:

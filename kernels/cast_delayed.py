@@ -19,13 +19,12 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .cast import COLS, ROWS, prepare
-from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, next_power_of_2
+from .fp8 import INTS, bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
+from .launch import UNFUSED, Launcher, next_power_of_2
 from .reference.cast import TOKENS, Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
-_INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)
 
 
@@ -116,7 +115,7 @@ def _update_kernel(
     place = parts_ptr + tl.arange(0, PARTS)
     most = tl.max(tl.load(place), axis=0)
     tl.store(place, 0)
-    position_ptr = state_ptr.to(_INTS, bitcast=True) + 2
+    position_ptr = state_ptr.to(INTS, bitcast=True) + 2
     position = tl.load(position_ptr)
     n = tl.arange(0, HISTORY)
     past = tl.load(state_ptr + _HEADER + n, mask=n < history, other=0.0)
@@ -133,8 +132,8 @@ def _update_kernel(
     tl.store(state_ptr + 1, tl.load(scale_ptr))
 
 
-_launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, enable_fp_fusion=False)
-_launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, **UNFUSED)
+_launch_update = Launcher(_update_kernel, num_warps=4, **UNFUSED)
 
 
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3
 
-from .activation import COLS, PARTS, ROWS, _values
+from .activation import COLS, PARTS, ROWS, store_scale, values
 from .cast_delayed import cast_rows
-from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal
 from .launch import Launcher, next_power_of_2
 from .transpose_tiles import place_tile
 
@@ -48,10 +48,10 @@ def _row_values(
     weight = tl.load(w_ptr + pair, mask=pair >= 0, other=0).to(tl.float32)[:, None]
     if BACKWARD:
         d = _load(d_ptr, r, c, cols, cols, EVEN).to(tl.float32)
-        h, a, b = _values(d * weight, g, u, ACTIVATION, True, True, HARDWARE)
+        h, a, b = values(d * weight, g, u, ACTIVATION, True, True, HARDWARE)
         return h * weight, a, b, d * h
     else:
-        h, _a, _b = _values(g, g, u, ACTIVATION, True, False, HARDWARE)
+        h, _a, _b = values(g, g, u, ACTIVATION, True, False, HARDWARE)
         h = h * weight
         return h, h, h, h
 
@@ -86,11 +86,9 @@ def _expert_cast_kernel(
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
-    scale, _inverse = scale_and_inverse(bits, _MANTISSA)
-    inverse = reciprocal(scale)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr, scale)
+    inverse = store_scale(
+        parts_ptr, parts_ptr, 1.0, scale_ptr, False, False, False, PARTS, _MANTISSA
+    )
     across = tl.cdiv(cols, COLS)
     q, c = place_tile(tl.program_id(0), across, ROWS, COLS)
     h0, a0, b0, s0 = _row_values(

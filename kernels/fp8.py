@@ -32,6 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
+# what pointers are cast to
+BYTES, INTS, FLOATS = (tl.constexpr(tl.pointer_type(t)) for t in (tl.uint8, tl.int32, tl.float32))
+
 
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr):

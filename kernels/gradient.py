@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3, rows_cols
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 
 BLOCKS = 8
 _MANTISSA, _MIN_EXPONENT = tl.constexpr(E4M3.mantissa_bits), tl.constexpr(E4M3.min_exponent)
@@ -57,8 +57,7 @@ def _accumulate_blocks_kernel(
     )  # fmt: skip
 
 
-# contracted multiply-adds would give other bits than the reference
-_launch = Launcher(_accumulate_blocks_kernel, num_warps=4, enable_fp_fusion=False)
+_launch = Launcher(_accumulate_blocks_kernel, num_warps=4, **UNFUSED)
 
 
 def accumulate_blocks(

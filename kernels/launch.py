@@ -44,6 +44,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+UNFUSED = {"enable_fp_fusion": False}
+"""Options of kernels with the reference's bits: each multiplication and addition rounds on its own, none contracted."""
+
+
 class Launcher:
     """A Triton kernel with its launch options.
 

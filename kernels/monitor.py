@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, decode, encode_ocp
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .reference.monitor import FIELDS, SUMS, thresholds
 
 FLAT = 2048
@@ -83,7 +83,7 @@ def _count_kernel(
         tl.atomic_add(out_ptr + _ELEMENTS, size)
 
 
-_launch_count = Launcher(_count_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_count = Launcher(_count_kernel, num_warps=8, **UNFUSED)
 
 
 def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool = False) -> None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .pointer_table import COLUMN, WIDTH, programs_of, upload_columns
 from .state_codecs import E4M3_MAX, values_of
 from .step import TYPES, groups_of
@@ -33,7 +33,6 @@ _GRAD, _GRAD_BLOCK_SCALE, _BLOCKS, _PER_ROW, _COLS, _FIRST = (
     tl.constexpr(COLUMN[n])
     for n in ("grad", "grad_block_scale", "blocks", "blocks_per_row", "cols", "first_span")
 )
-_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -114,10 +113,10 @@ def _roots_kernel(table_ptr, partial_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), norm)
 
 
-_launch_largest = Launcher(_largest_kernel, **_ROUNDING)
-_launch_squares = Launcher(_squares_kernel, **_ROUNDING)
-_launch_root = Launcher(_root_kernel, **_ROUNDING)
-_launch_roots = Launcher(_roots_kernel, **_ROUNDING)
+_launch_largest = Launcher(_largest_kernel, num_warps=4, **UNFUSED)
+_launch_squares = Launcher(_squares_kernel, num_warps=4, **UNFUSED)
+_launch_root = Launcher(_root_kernel, num_warps=4, **UNFUSED)
+_launch_roots = Launcher(_roots_kernel, num_warps=4, **UNFUSED)
 
 
 def largest(

@@ -57,9 +57,6 @@ Function = Callable[..., Any]
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _PLAIN = frozenset({Tensor, Parameter})
 
-# the functions of `reference/` that have a Triton twin
-TWINS: list[Function] = []
-
 
 # --- which implementation runs
 
@@ -108,7 +105,7 @@ def triton_module(name: str) -> Any:
 @cache
 def implementation(reference: Function, gpu: bool) -> Function:
     """Return what runs for a function of `reference/`: itself, or its Triton twin, of the same name."""
-    if not gpu or reference not in TWINS or kernel_backend()[0] == "reference":
+    if not gpu or kernel_backend()[0] == "reference":
         return reference
     file = reference.__module__.rpartition(".")[2]
     twin: Function = getattr(triton_module(file), reference.__name__)
@@ -117,7 +114,6 @@ def implementation(reference: Function, gpu: bool) -> Function:
 
 def _on_each_device(reference: Callable[P, R]) -> Callable[P, R]:
     """Return a function that runs the implementation for the device of its first argument. It is for eager calls."""
-    TWINS.append(reference)
 
     @wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,7 +131,6 @@ def _operator(
 ) -> Callable[P, R]:
     """Register an operator, and return what calls it or its implementation."""
     name = schema.split("(")[0]
-    TWINS.append(reference)
 
     def kernel(*args: Any) -> Any:
         run = implementation(reference, args[0].is_cuda)
@@ -149,12 +144,13 @@ def _operator(
     torch.library.register_fake(f"fp8stack::{name}", shapes, lib=_LIBRARY)
     operator = getattr(torch.ops.fp8stack, name)
 
+    @wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_traced(args[0]):
             return operator(*[a.name if isinstance(a, MiniFloat) else a for a in args], **kwargs)
         return implementation(reference, args[0].is_cuda)(*args, **kwargs)
 
-    return cast_("Callable[P, R]", call)
+    return call
 
 
 def define_composite(schema: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, store_rounded
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .pointer_table import COLUMN, WIDTH, upload_columns
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
@@ -37,8 +37,6 @@ _WIDTH = tl.constexpr(WIDTH)
 _GRAD, _CODES, _SCALE, _BLOCKS = (
     tl.constexpr(COLUMN[name]) for name in ("grad", "codes", "grad_block_scale", "blocks")
 )
-# Every multiplication and addition rounds on its own: contracting them would give other bits than the reference.
-_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -95,9 +93,9 @@ def _dequantize_blocks_kernel(
     store_rounded(out_ptr + offset, value, mask)
 
 
-_launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
-_launch_list = Launcher(_quantize_list_kernel, **_ROUNDING)
-_launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
+_launch_quantize = Launcher(_quantize_blocks_kernel, num_warps=4, **UNFUSED)
+_launch_list = Launcher(_quantize_list_kernel, num_warps=4, **UNFUSED)
+_launch_dequantize = Launcher(_dequantize_blocks_kernel, num_warps=4, **UNFUSED)
 
 
 def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:

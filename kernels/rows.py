@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import casts_in_hardware
+from .fp8 import BYTES, casts_in_hardware
 from .launch import Launcher, next_power_of_2
 from .reference.cast import ALIGNMENT
 from .reference.rows import rows_needed
-from .transpose_tiles import BYTES, place_tile, store_both
+from .transpose_tiles import place_tile, store_both
 
 ROWS, COLS, WIDTH, BLOCK = 64, 64, 1024, 2048
 

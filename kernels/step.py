@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, GRAD_LIMIT, rows_cols, scale_shape
 
 from . import state_codecs, tile_io
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .pointer_table import COLUMN, WIDTH
 from .reference.fp8 import NEIGHBOUR as _NEIGHBOUR
 from .reference.step import StepKind, StepTensors
@@ -191,7 +191,7 @@ def _scales_kernel(
 
 # --- launching
 
-_launch_step = Launcher(_step_kernel, num_warps=2, enable_fp_fusion=False)
+_launch_step = Launcher(_step_kernel, num_warps=2, **UNFUSED)
 _launch_scales = Launcher(_scales_kernel, num_warps=1)
 
 TYPES = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
-from .launch import Launcher
+from .launch import UNFUSED, Launcher
 from .pointer_table import COLUMN, WIDTH
 from .reference.step_scalars import LEAST_EPS, TURNS
 
@@ -84,7 +84,7 @@ def _scalars_kernel(
     tl.store(out + 12, phase.to(tl.float32, bitcast=True), mask=inside)
 
 
-_launch_scalars = Launcher(_scalars_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_scalars = Launcher(_scalars_kernel, num_warps=4, **UNFUSED)
 
 
 def scalars(

@@ -14,10 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import bits_of_magnitude
-
-BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
-_WORDS = tl.constexpr(tl.pointer_type(tl.int32))
+from .fp8 import BYTES, INTS, bits_of_magnitude
 
 
 @triton.jit
@@ -120,7 +117,7 @@ def store_columns(
 ):
     """Store uint8 codes of a tile transposed."""
     word = tl.trans(_turn(c0, c1, c2, c3, HARDWARE))
-    at = codes_t_ptr.to(_WORDS, bitcast=True) + c[:, None].to(tl.int64) * (rows // 4) + q[None, :]
+    at = codes_t_ptr.to(INTS, bitcast=True) + c[:, None].to(tl.int64) * (rows // 4) + q[None, :]
     _store(at, word, (c < cols)[:, None] & (q < rows // 4)[None, :], EVEN)
 
 

@@ -43,7 +43,8 @@ from torch import Tensor
 from fp8stack.formats import BLOCK
 
 from . import fp8
-from .launch import Launcher
+from .fp8 import INTS
+from .launch import UNFUSED, Launcher
 from .reference.wire import Layout, share_and_rest
 from .wire import divide
 from .workspace import (
@@ -60,7 +61,6 @@ from .workspace import (
 
 REGISTERS = 64  # of a thread: four programs of 256 threads share the 65,536 of a multiprocessor
 
-_INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _PROGRAMS = tl.constexpr(PROGRAMS)
 
 
@@ -81,7 +81,7 @@ def _load_stripe(
     scale = tl.load(x_scales_ptr + block, mask=inside, other=0.0) if CODES else 0.0
     if CODES and EVEN:
         offset, mask = _word_offsets(block, inside)
-        x = tl.load(x_ptr.to(_INTS, bitcast=True) + offset, mask=mask, other=0)
+        x = tl.load(x_ptr.to(INTS, bitcast=True) + offset, mask=mask, other=0)
     else:
         offset, mask = fp8.element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
         x = tl.load(x_ptr + offset, mask=mask, other=0)
@@ -155,7 +155,7 @@ def _receive(
             tl.store(out_scales_ptr + block, scale, mask=inside)
         if words:
             offset, mask = _word_offsets(block, inside)
-            tl.store(out_ptr.to(_INTS, bitcast=True) + offset, code, mask=mask)
+            tl.store(out_ptr.to(INTS, bitcast=True) + offset, code, mask=mask)
         else:
             offset, mask = fp8.element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
             if CODES:
@@ -220,8 +220,7 @@ def _two_shot_kernel(
     tl.store(steps_ptr + _PROGRAMS + program, late)
 
 
-# Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False)
+_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, **UNFUSED)
 
 
 @lru_cache(4096)

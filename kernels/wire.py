@@ -18,14 +18,11 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
-from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
-from .launch import Launcher
+from .fp8 import FLOATS, block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
+from .launch import UNFUSED, Launcher
 from .reference.wire import Layout, scales_of, share_and_rest
 
 BLOCKS = 16
-_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-# Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -51,7 +48,7 @@ def _pack_kernel(
         code, scale = encode_blocks(x.to(tl.float32), 3, HARDWARE)
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
-    tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
+    tl.store(wire_ptr.to(FLOATS, bitcast=True) + scale_at, scale, mask=exists)
 
 
 @triton.jit
@@ -101,7 +98,7 @@ def _unpack_kernel(
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     code_at, scale_at = _places(block, per, pitch)
-    scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
+    scales_ptr = wire_ptr.to(FLOATS, bitcast=True)
     code, scale = _load_blocks(wire_ptr, scales_ptr, code_at, scale_at, inside)
     if CODES:
         tl.store(out_ptr + offset, code, mask=mask)
@@ -110,9 +107,9 @@ def _unpack_kernel(
         store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
 
 
-_launch_pack = Launcher(_pack_kernel, **_ROUNDING)
-_launch_reduce = Launcher(_reduce_kernel, **_ROUNDING)
-_launch_unpack = Launcher(_unpack_kernel, **_ROUNDING)
+_launch_pack = Launcher(_pack_kernel, num_warps=4, **UNFUSED)
+_launch_reduce = Launcher(_reduce_kernel, num_warps=4, **UNFUSED)
+_launch_unpack = Launcher(_unpack_kernel, num_warps=4, **UNFUSED)
 
 
 def pack(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
-from .fp8 import INTERPRETED
+from .fp8 import BYTES, FLOATS, INTERPRETED, INTS
 
 MOST_RANKS = 8
 PROGRAMS = 528
@@ -35,9 +35,6 @@ _THREADS = tl.constexpr(32 * WARPS)  # a flag for each, so that all find out by 
 _CODES = tl.constexpr(BLOCKS * BLOCK)  # bytes of a tile
 _TILE = tl.constexpr(BLOCKS * (BLOCK + 4))  # bytes with its scales
 _FLAGS = tl.constexpr(PROGRAMS * MOST_RANKS * 4)  # bytes
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
-_INTS = tl.constexpr(tl.pointer_type(tl.int32))
-_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 
 
 class Workspace(NamedTuple):
@@ -98,7 +95,7 @@ _CLOCK = tl.constexpr("mov.u64 $0, %globaltimer;")
 @triton.jit
 def _flags(memory, program, source):
     """Return the place of a rank's flag in the memory of another."""
-    return memory.to(_INTS, bitcast=True) + program * _RANKS + source
+    return memory.to(INTS, bitcast=True) + program * _RANKS + source
 
 
 @triton.jit
@@ -160,8 +157,8 @@ def _tile(memory, box: tl.constexpr, program, turn, place, WORLD: tl.constexpr):
     """Return where codes (uint8) and scales (float32) of a tile are: of rank `place` in the inbox (0) or outbox (1)."""
     # boxes, programs, the two steps, ranks: in this order; the flags lie before all of them
     slot = ((box * _PROGRAMS + program) * 2 + (turn & 1)) * WORLD + place
-    codes = memory.to(_BYTES, bitcast=True) + _FLAGS + slot * tl.cast(_TILE, tl.int64)
-    scales = tl.multiple_of((codes + _CODES).to(_FLOATS, bitcast=True), 16)
+    codes = memory.to(BYTES, bitcast=True) + _FLAGS + slot * tl.cast(_TILE, tl.int64)
+    scales = tl.multiple_of((codes + _CODES).to(FLOATS, bitcast=True), 16)
     return tl.multiple_of(codes, 16), scales
 
 
@@ -170,7 +167,7 @@ def _code_pointers(codes, WORDS: tl.constexpr, BLOCKS: tl.constexpr):
     """Return where the codes of a tile are: [BLOCKS, 128], or [BLOCKS, 32] words of four that are only moved."""
     block = tl.arange(0, BLOCKS)[:, None]
     if WORDS:
-        return codes.to(_INTS, bitcast=True) + block * 32 + tl.arange(0, 32)[None, :]
+        return codes.to(INTS, bitcast=True) + block * 32 + tl.arange(0, 32)[None, :]
     else:
         return codes + block * 128 + tl.arange(0, 128)[None, :]
 

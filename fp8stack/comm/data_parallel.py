@@ -27,10 +27,10 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from fp8stack.errors import CommError, ConfigError, GradientError, warn
 from fp8stack.levels import check_number
-from fp8stack.tensor_kinds import check_dense, inner_tensors, is_sharded, not_plain, renew_hooks
+from fp8stack.tensor_kinds import check_dense, is_sharded, not_plain, renew_hooks
 
 from .buckets import Region, make_buckets
-from .transport import Transport, failures_named, gather_objects, group_of, verify
+from .transport import Transport, broadcast, failures_named, gather_objects, group_of, verify
 
 
 class DataParallel(nn.Module):
@@ -110,7 +110,7 @@ class DataParallel(nn.Module):
             self._finish_failed()
             renew_hooks(region.parameter for region in self._regions)
         if sync and self.broadcast_buffers:
-            self._broadcast(list(self.module.buffers()))
+            broadcast(self.module.buffers(), self.process_group)
         output = self.module(*args, **kwargs)
         if grad:
             self._next_sync = sync
@@ -244,17 +244,8 @@ class DataParallel(nn.Module):
         """Give all ranks the model of the first one; return whether a bfloat16 weight of this rank was different."""
         weights = [p for p in module.parameters() if p.dtype is torch.bfloat16 and not not_plain(p)]
         before = [p.detach().clone() for p in weights] if self.world > 1 else weights
-        self._broadcast([*module.parameters(), *module.buffers()])
+        broadcast([*module.parameters(), *module.buffers()], self.process_group)
         return any(not torch.equal(b, p) for b, p in zip(before, weights, strict=True))
-
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Give all ranks the tensors of the first one."""
-        if self.world == 1 or not tensors:
-            return
-        # .data, so that a buffer that autograd saved counts as unchanged; its value rarely changes here
-        data = [part for tensor in tensors for part in inner_tensors(tensor.data)]
-        with failures_named(f"broadcast of {len(data)} parameters or buffers", self.process_group):
-            dist._broadcast_coalesced(self.process_group, data, 2**28, 0)  # type: ignore[attr-defined]
 
 
 def _check_model(

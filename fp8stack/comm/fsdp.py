@@ -99,8 +99,6 @@ def register_fp8_all_gather(model: nn.Module) -> list[str]:
             left to send in FP8.
     """
     units = units_of(model, "register_fp8_all_gather", ["set_custom_all_gather"])
-    for module in units.values():
-        module.reshard()  # so that the model's parameters are the sharded ones
     weights = _weights(model)
     names = []
     for name, module in units.items():
@@ -119,7 +117,10 @@ def register_fp8_all_gather(model: nn.Module) -> list[str]:
 def units_of(
     model: nn.Module, caller: str, needs: Sequence[str] = (), other: str = ""
 ) -> dict[str, Any]:
-    """Return the FSDP2 modules of a model by name, each of which has the methods `needs`."""
+    """Return the FSDP2 modules of a model by name, each of which has the methods `needs`.
+
+    They are resharded, so that the model's parameters are the sharded ones.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     units = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
@@ -132,6 +133,8 @@ def units_of(
             raise ConfigError(
                 f"FSDP2 of torch {torch.__version__} has no {method}, which {caller} needs; update torch."
             )
+    for module in units.values():
+        module.reshard()
     return units
 
 

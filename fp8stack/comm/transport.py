@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import CommError, first_line
+from fp8stack.tensor_kinds import inner_tensors
 
 # Since torch 2.13 it has this name, and the old one warns.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -109,6 +110,15 @@ def gather_objects(what: str, mine: Any, group: Any) -> list[Any]:
     with failures_named(what, group):
         dist.all_gather_object(said, mine, group)
     return said
+
+
+def broadcast(tensors: Iterable[Tensor], group: Any, source: int = 0) -> None:
+    """Give all ranks of `group` parameters or buffers of one, whose number in the group is `source`."""
+    # .data, so that a buffer that autograd saved counts as unchanged; its value rarely changes here
+    data = [part for tensor in tensors for part in inner_tensors(tensor.data)]
+    if data and group.size() > 1:
+        with failures_named(f"broadcast of {len(data)} parameters or buffers", group):
+            dist._broadcast_coalesced(group, data, 2**28, source)  # type: ignore[attr-defined]
 
 
 def group_of(given: Any) -> Any:

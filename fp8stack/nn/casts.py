@@ -116,8 +116,8 @@ _COUNT = 7  # of Options are these settings; its three states come next
 def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Make a function of products one operator in graphs of torch.compile, so that Dynamo does not trace what it does.
 
-    schema: name and arguments of the function but for the last one. That is a list of the Options of its products, which
-    differ in their states only.
+    schema: name and arguments of the function but for the last one. That is a list of the Options of its products,
+    which differ in their states only.
     """
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

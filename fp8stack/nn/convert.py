@@ -48,8 +48,8 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how many
-    # rows on it is in FP8 (None: always).
+    # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how
+    # many rows on it is in FP8 (None: always).
     gemm: list[tuple[str, nn.Module, LeastRows | None]] = field(default_factory=list)
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)

@@ -190,15 +190,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self, parameter: Tensor, state: State, moments: tuple[str, ...]
     ) -> tuple[str, str, str]:
         """Return how a step calls the formats of m, v and master. What was asked for says how it rounds."""
-        held, shape, m, v = local_state(state), local(parameter).shape, "", ""
-        for name in moments:
-            kind, value = formats.stored_kind(name, held, shape), held.get(name)
-            if not formats.is_second(name):
-                m = kind
-                continue
-            in_bf16 = value is not None and value.dtype is torch.bfloat16
+        held, shape = local_state(state), local(parameter).shape
+        stored = {formats.is_second(n): formats.stored_kind(n, held, shape) for n in moments}
+        m, v = stored.get(False, ""), stored.get(True, "")
+        if v == "dense" and self.moment_format(parameter) == "bf16":
             # to nearest, it would not move by less than 1/256
-            v = "dithered" if in_bf16 and self.moment_format(parameter) == "bf16" else kind
+            v = "dithered"
         kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
         rounded = "dithered" if self.master_format(parameter) == "none" else ""
         return m, v, next((kind for key, kind in kinds.items() if key in held), rounded)

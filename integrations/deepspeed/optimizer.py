@@ -20,6 +20,7 @@ from fp8stack import optim
 from fp8stack.conflicts import ZERO, broken_rules, refuse, settings_of_optimizer
 from fp8stack.conversion import MADE_WITH
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.integrations.incompatibilities import TrainingRun
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.state_formats import is_large_matrix
@@ -107,8 +108,7 @@ def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | 
     changes = recipe is not None and recipe.states != "keep"
     if not isinstance(optimizer, torch.optim.Optimizer if changes else BlockwiseOptimizer):
         return
-    low = any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16", "fp16"))
-    if optimizer.state and (stage or low):
+    if optimizer.state and (stage or TrainingRun(config).half):
         raise ModelError(
             f"{type(optimizer).__name__} has states of {len(optimizer.state)} parameters, and DeepSpeed steps others: "
             "ZeRO's partitions, or float32 copies. They would be lost. Pass an optimizer that has not stepped; "

@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError
-from fp8stack.integrations.incompatibilities import TrainingRun, zero_of
+from fp8stack.integrations.incompatibilities import TrainingRun
 from fp8stack.levels import OPTIONS, Recipe, check_choice, recipe_for
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -150,9 +150,8 @@ def allow_ours(config: dict[str, Any]) -> None:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return ZeRO's stage."""
-    stage: int = zero_of(config).get("stage", 0)
-    return stage
+    """Return ZeRO's stage, 0 where it is off or not known yet."""
+    return TrainingRun(config).stage or 0
 
 
 def _keeps_bf16(config: dict[str, Any], stage: int) -> bool:

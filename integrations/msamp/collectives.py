@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack import comm
+from fp8stack.comm.transport import broadcast
 from fp8stack.tensor import BlockScaledTensor
-from fp8stack.tensor_kinds import inner_tensors, is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 GROUPS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """The process groups that models were given to `LinearReplacer.replace` with."""
@@ -30,9 +31,8 @@ def is_alone(group: Any = None) -> bool:
 def share_weights(model: nn.Module, src_rank: int = 0, group: Any = None) -> None:
     """Give every rank of `group` the parameters of global rank `src_rank`."""
     if not is_alone(group):
-        for parameter in model.parameters():
-            for tensor in inner_tensors(parameter.data):
-                dist.broadcast(tensor, src_rank, group)
+        group = dist.group.WORLD if group is None else group
+        broadcast(model.parameters(), group, dist.get_group_rank(group, src_rank))
 
 
 @torch.no_grad()

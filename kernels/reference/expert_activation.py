@@ -55,6 +55,5 @@ def expert_activation_backward(
 
 
 def _by_row(weights: Tensor, index: Tensor) -> Tensor:
-    return torch.where(index < 0, 0.0, weights.float().flatten()[index.clamp(min=0).long()])[
-        :, None
-    ]
+    found = weights.float().flatten()[index.clamp(min=0).long()]
+    return torch.where(index < 0, 0.0, found)[:, None]

@@ -13,9 +13,9 @@ A dithered code adds noise (`noise`) instead of a half. That of a first moment, 
 nearest float16. That of the root of a second moment adds it to all bits of the float32: one step moves it by less than
 a float16 can tell.
 
-Overflow saturates at the largest finite value. NaN stays NaN in E4M3 and E5M2 (always code 0x7F). Infinity stays in
-E5M2 and becomes NaN in E4M3. The optimizer formats have neither: their blocks get a NaN scale instead (`quantize.py`),
-and NaN the largest code, or 0 where it is a second moment.
+Overflow saturates at the largest finite value, and so does infinity. NaN stays NaN in E4M3 and E5M2. The optimizer
+formats have none: their blocks get a NaN scale instead (`quantize.py`), and NaN the largest code, or 0 where it is a
+second moment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def encode(
     """Return the codes of `x` in `fmt`. For a squared format, pass the square root, which is not negative."""
     x = x.float()
     if fmt.dtype is not torch.uint8 and random is None:
-        return cast(x, fmt).view(torch.uint8)
+        return cast_finite(x, fmt).view(torch.uint8)
     x = x.nan_to_num(fmt.max if fmt.signed else 0.0)
     size = x.abs().clamp(max=fmt.max) * 2.0 ** -(fmt.min_exponent + 14)
     drop = 10 - fmt.mantissa_bits
@@ -101,24 +101,14 @@ def noise_of_v(random: Tensor, bits: int) -> Tensor:  # int32
     return field >> (16 - bits) if bits < 16 else field << (bits - 16)
 
 
-def cast(
-    x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: MiniFloat,  # e4m3 or e5m2
-) -> Tensor:  # fmt.dtype, the same shape
-    """Return `x` as an FP8 tensor.
-
-    torch rounds correctly, but its overflow gives NaN or the maximum, depending on the version; so x is clamped first.
-    """
-    x = x.float()
-    special = torch.where(x.isinf(), x if fmt.name == "e5m2" else torch.nan, torch.nan)
-    return torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), special).to(fmt.dtype)
-
-
 def cast_finite(
     x: Tensor,  # float32, finite, any shape
     fmt: MiniFloat,  # e4m3 or e5m2
 ) -> Tensor:  # fmt.dtype, the same shape
-    """Return `cast(x, fmt)` for an `x` that is known to be finite, in two passes over memory instead of six."""
+    """Return `x` as an FP8 tensor; callers look for infinity and NaN.
+
+    torch rounds correctly, but its overflow gives NaN or the maximum, depending on the version; so x is clamped first.
+    """
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
