@@ -76,6 +76,8 @@ VARIANTS = [
     Variant("float32"),
     Variant("current", {}),
     Variant("current, head out", {}, ("lm_head",)),
+    Variant("current, head forward-bf16", {"head": "forward-bf16"}),
+    Variant("current, head bf16", {"head": "bf16"}),
     Variant("current, head and ends out", {}, ("lm_head", "ends")),
     Variant("blockwise", BLOCKWISE),
     Variant("blockwise, head out", BLOCKWISE, ("lm_head",)),

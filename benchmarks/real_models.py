@@ -245,6 +245,8 @@ def list_variants() -> list[Variant]:
     eager += [
         Variant("O2, all in FP8", "O2", options={"select": "all"}),
         Variant("O2, not fused", "O2", options={"fuse": False}),
+        Variant("O2, head forward-bf16", "O2", options={"head": "forward-bf16"}),
+        Variant("O2, head bf16", "O2", options={"head": "bf16"}),
         Variant("bf16 graphed", graphed=True),
         Variant("O2 graphed", "O2", graphed=True),
     ]

@@ -28,6 +28,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
         "select": ("auto", "all"),
+        "head": ("fp8", "forward-bf16", "bf16"),
         "frozen": ("keep", "fp8"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
@@ -69,6 +70,9 @@ class Recipe:
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
+    head: how the layer that makes logits multiplies: "fp8", "bf16", or "forward-bf16", logits in bfloat16 and the
+        products of its gradients in FP8. `fp8stack/nn/heads.py` has how it is found, and why. TransformerEngine has
+        no such layer: "forward-bf16" is "bf16" there.
     frozen: "fp8" keeps weights of Linear layers that are frozen (requires_grad=False) when `initialize` is called in
         E4M3, a byte an element, as the base of adapters (`fp8stack/nn/frozen.py`).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
@@ -100,6 +104,7 @@ class Recipe:
     select: str = "auto"
     fuse: bool = True
     matmuls: Any = "auto"
+    head: str = "fp8"
     frozen: str = "keep"
     gradients: str = "keep"
     states: str = "keep"

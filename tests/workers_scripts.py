@@ -63,8 +63,8 @@ class Started:
         """Return status, stdout and stderr of a process that ends."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, "it has not ended"
-        texts = (Path(path).read_text() if path else "" for path in (self._printed, self._errors))
-        return self._process.exitcode, *texts
+        files = Path(self._printed), Path(self._errors)  # or devices, of which /dev/full has no end
+        return self._process.exitcode, *(p.read_text() if p.is_file() else "" for p in files)
 
     def kill(self):
         self._process.kill()

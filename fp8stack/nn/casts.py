@@ -90,6 +90,7 @@ class Options(NamedTuple):
     formats: str  # a key of FORMATS
     fp8_recipe: str
     fast: bool  # sum the forward product with fewer bits
+    bf16_forward: bool  # make the forward product in bfloat16
     train: bool
     dtype: torch.dtype  # of the output
     x_state: int = -1  # handles of a DelayedState, -1 if the recipe has none
@@ -108,9 +109,10 @@ class Options(NamedTuple):
 
 
 _SETTINGS = (
-    "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool train, ScalarType dtype"
+    "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool bf16_forward, bool train, "
+    "ScalarType dtype"
 )
-_COUNT = 7  # of Options are these settings; its three states come next
+_COUNT = 8  # of Options are these settings; its three states come next
 
 
 def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -162,10 +164,14 @@ class Products:
         inputs: InputCodes | None = None,  # shared by the layers of a model
         w_state: WeightScale | None = None,  # shared by the layers of one weight
         least_rows: LeastRows | None = None,  # of select="auto"; None: always FP8
+        bf16_forward: bool = False,  # of a head
     ) -> None:
         self.layer, self.turned = layer, turned
         self.inputs, self.least_rows = inputs or InputCodes(), least_rows
+        self.bf16_forward = bf16_forward
         self.fp8_recipe = recipe.fp8_recipe
+        if bf16_forward and self.fp8_recipe == "delayed":  # no cast in forward to learn from
+            self.fp8_recipe = "current"
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
@@ -174,7 +180,7 @@ class Products:
         self.x_state: DelayedState | None = None
         self.g_state: DelayedState | None = None
         self.w_state: WeightScale | None = None
-        if recipe.fp8_recipe == "delayed":
+        if self.fp8_recipe == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.g_state = DelayedState(*history, latest)
@@ -191,7 +197,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, train, dtype, x, w, g,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, self.bf16_forward, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
 
@@ -300,6 +306,15 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
 def _without_t(operand: Operand, transposed: bool) -> Operand:
     """Leave out the transpose if it is not needed, so that it is not saved for backward."""
     return operand if transposed else operand._replace(codes_t=operand.codes_t.new_empty((0, 0)))
+
+
+def transposed_input(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return codes [cols, rows] and scale of an input [..., cols] that forward did not cast."""
+    if options.fp8_recipe == "blockwise":
+        operand = Operand(*ops.cast_1x128(x, FORMATS[options.formats].x_t))
+    else:
+        operand = cast_matrix(x, FORMATS[options.formats].x_t, codes=False)
+    return operand.codes_t, operand.scale_t
 
 
 # --- weights

@@ -27,6 +27,7 @@ from fp8stack.tensor_kinds import not_plain, whole_shape
 from .convert import OWN_FORWARD, LayerChoices
 from .experts import is_experts
 from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
+from .heads import HEAD
 from .layer_kinds import kind_of
 from .matmuls import MultipliesParameters
 from .mixin import mixed_class
@@ -129,7 +130,7 @@ def count(
                 reason = f"smaller than min_numel={least}"
             elif p.dtype not in FLOATS:
                 reason = f"{p.dtype} is not cast to FP8"
-            meant = module in skipped or reason in (TOO_SMALL, _OFF)
+            meant = module in skipped or reason in (TOO_SMALL, _OFF, HEAD)
             sizes["meant" if meant else "left"] += shape.numel()
             found[f"{name}.{own}".lstrip(".")] = (shape.numel(), reason, meant)
     found = dict(sorted(found.items(), key=lambda item: -item[1][0]))  # the largest first

@@ -119,6 +119,8 @@ def fp8_matmul(
 @casts.operator("linear(Tensor x, Tensor weight, Tensor? bias")
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.Options]) -> Tensor:
     (options,), grad = given, torch.is_grad_enabled()
+    if options.bf16_forward:
+        return _Bf16Forward.apply(x, weight, bias, options)  # type: ignore[no-any-return]
     x8 = casts.cast_input(x, options, grad and weight.requires_grad)
     w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
     if options.probe is not None:
@@ -170,6 +172,48 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return backward_once(_backward, ctx, grad)
+
+
+class _Bf16Forward(torch.autograd.Function):
+    """x @ w.T in bfloat16, with gradients of FP8 operands; saves x and w, as nn.Linear does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Options
+    ) -> Tensor:  # as in _Fp8Matmul
+        ctx.options = options
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+        w = values_of(weight).bfloat16()
+        with torch.autocast(x.device.type, enabled=False):
+            y = nn.functional.linear(x.bfloat16(), w.t() if options.turned else w).to(options.dtype)
+        return y if bias is None else y + bias.to(options.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return backward_once(_backward_of_bf16, ctx, grad)
+
+
+def _backward_of_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    options: casts.Options = ctx.options
+    need_x, need_w, need_b, _ = ctx.needs_input_grad
+    dx = dw = db = None
+    if need_x or need_w:
+        g = casts.cast_gradient(grad, options, need_x, need_w, learn=False)
+        if options.probe is not None:
+            options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
+    if need_x:
+        w8 = casts.cast_weight(weight, options, True, rows=0)
+        w_codes, w_scale = casts.weight_for_backward(weight, w8.codes_t, w8.scale_t, options)
+        squares = options.fp8_recipe == "blockwise"
+        dx = crop(product(g.codes, g.scale, w_codes, w_scale, x.dtype, squares=squares), x.shape)
+    if need_w:
+        operands = (g.codes_t, g.scale_t), casts.transposed_input(x, options)
+        dw = weight_gradient(*operands, weight.dtype, weight.shape, options)
+    if need_b:
+        db = bias_gradient(grad, ctx.bias_dtype)
+    return dx, dw, db, None
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -48,7 +48,8 @@ from . import grouped
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
 from .forward_code import is_of_library
-from .linear import fp8_matmul
+from .heads import HEAD, find_heads
+from .linear import bf16_matmul, fp8_matmul
 from .mixin import Mixin, mix
 from .select import least_rows, pays
 
@@ -67,7 +68,7 @@ def apply_matmuls(
     skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
 ) -> BareMatmuls:
     """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
-    bare = BareMatmuls(recipe, skipped)
+    bare = BareMatmuls(recipe, skipped, find_heads(model) if recipe.head != "fp8" else ())
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if module in bare.skipped or id(parameter) not in bare.places:
@@ -103,10 +104,12 @@ def _next_inside(module: nn.Module) -> Iterator[nn.Module]:
 class BareMatmuls:
     """The products by bare parameters of one model: their settings, and what became of them."""
 
-    def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, recipe: Recipe, skipped: Iterable[nn.Module] = (), heads: Iterable[nn.Module] = ()
+    ) -> None:
         usable = recipe.fp8_recipe in RECIPES
         self.recipe = recipe if usable else replace(recipe, fp8_recipe="current")
-        self.skipped = set(skipped)
+        self.skipped, self.heads = set(skipped), set(heads)
         # Module, attribute and name of each parameter that the model had then, by its id. Weak references to
         # parameters would keep torch from swapping what is in them, strong ones keep alive what was replaced.
         self.places: dict[int, tuple[nn.Module, str, str]] = {}
@@ -115,22 +118,32 @@ class BareMatmuls:
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
         inputs = InputCodes()
         self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
+        self._head_products = Products(self.recipe, bf16_forward=True)
 
     def __reduce__(self) -> Any:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.
-        return BareMatmuls, (self.recipe, self.skipped)
+        return BareMatmuls, (self.recipe, self.skipped, self.heads)
 
     def products_of(self, parameter: Tensor | None, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
         if not torch.compiler.is_compiling():
             self.used.add(self._place_of(parameter)[1])
-        return self._products[int(turned)]
+        return (
+            self._head_products
+            if self.makes_logits(parameter, turned)
+            else self._products[int(turned)]
+        )
 
     def _place_of(self, parameter: Tensor | None) -> tuple[nn.Module | None, str]:
         """Return the owner of `parameter` and its name; a skipped one, if there are several."""
         module, key, name = self.places.get(id(parameter), (None, "", ""))
         known = module is not None and module._parameters.get(key) is parameter
         return (module, name) if known else (None, "unnamed")  # the model did not have it then
+
+    def makes_logits(self, parameter: Tensor | None, turned: bool) -> bool:
+        """Return whether products by `parameter`, as [out, in], are those of a head that is not to be in FP8."""
+        weights = (m._parameters.get("weight") for m in self.heads)
+        return not turned and any(parameter is weight for weight in weights)
 
     def skips(self, parameter: Tensor) -> bool:
         """Return whether a module that is to be left alone owns `parameter`."""
@@ -210,8 +223,11 @@ class _Mode(TorchFunctionMode):
         parameter = _parameter_of(weight)
         if not weight.is_contiguous() and weight.t().is_contiguous():
             weight, turned = weight.t(), not turned  # casts read contiguous matrices
-        products = self.bare.products_of(parameter, turned)
-        return fp8_matmul(x, weight, bias, products, self.train)
+        if self.bare.recipe.head == "bf16" and self.bare.makes_logits(parameter, turned):
+            if not torch.compiler.is_compiling():
+                self.bare.left[HEAD] += 1
+            return bf16_matmul(x, weight, bias, "")
+        return fp8_matmul(x, weight, bias, self.bare.products_of(parameter, turned), self.train)
 
     def _obstacle(self, x: Any, weight: Tensor, turned: bool) -> str:
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""

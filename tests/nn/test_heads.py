@@ -1,0 +1,205 @@
+"""`head=`: how the layer that makes logits is found, and how it multiplies."""
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import conv1d
+from torch import nn
+from torch.nn import functional as F
+
+import fp8stack
+from fp8stack.nn import scaling_state
+from fp8stack.nn.convert import choose_layers
+from fp8stack.nn.heads import find_heads
+from fp8stack.nn.linear import Bf16Layer, Fp8Layer, bf16_matmul
+
+WORDS, WIDTH = 320, 64
+
+
+class Model(nn.Module):
+    """Predicts the next token; its head is a layer of any name, the embedding's, or a product by hand."""
+
+    def __init__(self, name="lm_head", tied=False, by_hand=False, bias=False, outputs=WORDS):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(WIDTH, WIDTH)
+        # as many outputs as there are places, and as words
+        blocks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)
+        self.blocks, self.name, self.by_hand = nn.ModuleList(blocks), name, by_hand
+        if not by_hand:
+            setattr(self, name, nn.Linear(WIDTH, outputs, bias))
+        if tied:
+            getattr(self, name).weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        y = x @ self.embed.weight.t() if self.by_hand else self.get_submodule(self.name)(x)
+        return F.cross_entropy(y[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def initialized(level="O0", head="bf16", recipe="current", **model):
+    torch.manual_seed(0)
+    made = Model(**model)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    return fp8stack.initialize(made, optimizer, level, head=head, fp8_recipe=recipe, strict=True)
+
+
+def train(model, optimizer, steps=5):
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.arange(64).view(2, 32) % 37)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"name": "anything"}, True),  # the only layer outside blocks with as many outputs
+        ({"name": "anything", "tied": True}, True),
+        ({"name": "anything", "outputs": WORDS + 64}, False),
+        ({"name": "lm_head", "outputs": WORDS + 64}, True),  # a vocabulary is padded
+        ({"name": "output"}, True),
+        ({"name": "head", "outputs": 10}, False),  # classes
+    ],
+)
+def test_a_head_is_found_by_tie_by_size_and_by_name(given, found):
+    model = Model(**given)
+    head = model.get_submodule(given["name"])
+    assert find_heads(model) == {model.embed, *([head] if found else [])}
+
+
+def test_heads_of_transformers_are_found():
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 96,
+    }
+    sizes = {**small, "hidden_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}  # places
+    t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
+    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 192, "vocab_size": 96}
+    for kind, config in (
+        ("LlamaForCausalLM", transformers.LlamaConfig(**sizes)),
+        ("BertForMaskedLM", transformers.BertConfig(**sizes)),
+        ("T5ForConditionalGeneration", transformers.T5Config(**t5)),
+        ("GPT2LMHeadModel", transformers.GPT2Config(**gpt2)),  # more places than words
+        ("ViTForImageClassification", transformers.ViTConfig(hidden_size=64, num_hidden_layers=1)),
+    ):
+        with torch.device("meta"):
+            model = getattr(transformers, kind)(config)
+        layers = {m for m in find_heads(model) if not isinstance(m, nn.Embedding)}
+        assert layers == ({model.get_output_embeddings()} - {None}), kind
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_bfloat16_s_and_gradients_fp8_s(recipe, turned, dtype, device):
+    """Bit for bit: of an ordinary product in bfloat16, and of an FP8 layer."""
+    layer = conv1d(WIDTH, WORDS) if turned else nn.Linear(WIDTH, WORDS)
+    plain = nn.Sequential(nn.Embedding(WORDS, WIDTH), layer).to(device, dtype)
+    x, layers, inputs = torch.randn(96, WIDTH, device=device, dtype=dtype), [], []
+    for head in ("fp8", "forward-bf16"):
+        model = copy.deepcopy(plain)
+        fp8stack.initialize(model, None, "O0", head=head, fp8_recipe=recipe, select="all")
+        layers.append(model[1])
+        inputs.append(x.clone().requires_grad_())
+    fp8, head = layers
+    gradient = torch.randn(96, WORDS, device=device, dtype=dtype)
+    y = head(inputs[1])
+    weight = head.weight.t() if turned else head.weight
+    assert_same_bits(y, bf16_matmul(inputs[1], weight, head.bias, ""))
+    y.backward(gradient)
+    fp8(inputs[0]).backward(gradient)
+    assert_same_bits(inputs[1].grad, inputs[0].grad)
+    assert_same_bits(head.weight.grad, fp8.weight.grad)
+    assert_same_bits(head.bias.grad, fp8.bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("level", "recipe", "given"),
+    [
+        ("O0", "current", {"bias": True}),
+        ("O0", "delayed", {"by_hand": True}),
+        ("O0", "blockwise", {}),
+        ("O2", "current", {"by_hand": True}),
+        ("O2", "delayed", {"tied": True}),
+        ("O2", "blockwise", {"tied": True}),
+    ],
+)
+def test_every_head_trains_alike(level, recipe, given):
+    runs = {
+        h: train(*initialized(level, h, recipe, **given)) for h in ("fp8", "forward-bf16", "bf16")
+    }
+    for head, losses in runs.items():
+        assert losses == pytest.approx(runs["bf16"], rel=0.01), head
+        assert losses[-1] < losses[0]
+    assert runs["forward-bf16"] != runs["fp8"]
+    assert runs["forward-bf16"] != runs["bf16"]
+    # before the first step weights are the same, and so are logits
+    assert runs["forward-bf16"][0] == pytest.approx(runs["bf16"][0], rel=1e-4)
+
+
+def test_a_head_in_bfloat16_is_said_stored_and_restored():
+    model, optimizer = initialized("O2")
+    report = fp8stack.get_report(model)
+    assert isinstance(model.lm_head, Bf16Layer)
+    assert report.fallbacks == []
+    assert 'lm_head.weight (it makes the logits, which head="bf16" leaves in bfloat16)' in str(
+        report
+    )
+    assert "lm_head.weight" in report.stored
+    assert 0.5 < report.share < 1
+    state = {
+        k: v.clone() for k, v in fp8stack.checkpoint.master_state_dict(model, optimizer).items()
+    }
+    model, _ = fp8stack.restore(model, optimizer)
+    assert type(model.lm_head) is nn.Linear
+    for key, value in model.state_dict().items():
+        assert_same_bits(value, state[key])
+
+
+def test_without_a_cast_in_forward_a_head_has_no_histories():
+    model, optimizer = initialized(head="forward-bf16", recipe="delayed")
+    train(model, optimizer, 1)
+    assert isinstance(model.lm_head, Fp8Layer)
+    assert model.lm_head.products.fp8_recipe == "current"
+    assert {name.rpartition(".")[0].split(".")[0] for name in scaling_state(model)} == {"blocks"}
+
+
+def test_by_hand_the_record_says_which_products_are_left():
+    model, optimizer = initialized(by_hand=True)
+    train(model, optimizer, 1)
+    report = fp8stack.get_report(model)
+    assert "embed.weight" not in report.multiplied
+    assert any("makes the logits" in reason for reason in report.left_alone)
+    model, optimizer = initialized(by_hand=True, head="forward-bf16")
+    train(model, optimizer, 1)
+    assert "embed.weight" in fp8stack.get_report(model).multiplied
+
+
+def test_transformer_engine_leaves_heads_in_bfloat16():
+    model, recipe = Model(), fp8stack.levels.recipe_for("O0", head="forward-bf16")
+    layers = choose_layers(model, recipe, {}, set(), compute="te")
+    assert [name for name, _ in layers.bf16_heads] == ["lm_head"]
+
+
+def test_a_head_compiles():
+    torch._dynamo.reset()
+    made = [initialized("O0", "forward-bf16")[0] for _ in range(2)]
+    made[1].compile(backend="aot_eager", fullgraph=True)
+    tokens, found = torch.arange(64).view(2, 32) % 37, []
+    for model in made:
+        loss = model(tokens)
+        loss.backward()
+        found.append((loss, model.lm_head.weight.grad))
+    assert_same_bits(found[0][0], found[1][0])
+    assert_same_bits(found[0][1], found[1][1])
