@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_813
-TESTS_CAP = 26_895
+LIBRARY_CAP = 16_927
+TESTS_CAP = 27_065
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
