@@ -153,6 +153,11 @@ def decide(
         told = "no Linear layer's weight is frozen (requires_grad=False) at the call"
         told = listed({name: why for name, _, why in layers.frozen}) or told
         fallbacks.append(f'frozen="fp8" has no effect: {told}')
+    by_hand = any(not why for why in bare.values())  # a product by an embedding may be a head
+    if recipe.head != "fp8" and compute != "bf16" and not layers.heads and not by_hand:
+        fallbacks.append(
+            f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
+        )
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -185,7 +190,7 @@ def carry_out(
         conversion.refuse_other_optimizers(session)
     if store is not None:
         store(session)
-    apply_gemms(layers, compute, recipe)
+    apply_gemms(model, layers, compute, recipe)
     if "" in decisions.bare.values() and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         alone |= {m for m, why in decisions.bare.items() if why in KEPT}

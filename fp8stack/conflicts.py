@@ -136,7 +136,7 @@ RULES = (
     Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
          f'{_USE_NATIVE} or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
     *(Rule(option, (), _BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)
-      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select")),
+      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select", "head")),
     Rule("matmuls", (True,), (*_BF16_ASKED, BF16_PRODUCTS), "bare parameters are multiplied as they were", "",
          Fp8StackWarning),
     Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),

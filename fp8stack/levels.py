@@ -70,9 +70,8 @@ class Recipe:
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
-    head: how the layer that makes logits multiplies: "fp8", "bf16", or "forward-bf16", logits in bfloat16 and the
-        products of its gradients in FP8. `fp8stack/nn/heads.py` has how it is found, and why. TransformerEngine has
-        no such layer: "forward-bf16" is "bf16" there.
+    head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16", logits
+        in bfloat16 and the products of their gradients in FP8; with TransformerEngine that is "bf16".
     frozen: "fp8" keeps weights of Linear layers that are frozen (requires_grad=False) when `initialize` is called in
         E4M3, a byte an element, as the base of adapters (`fp8stack/nn/frozen.py`).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.

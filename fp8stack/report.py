@@ -57,6 +57,7 @@ class Report:
     outside: dict[str, str] = field(default_factory=dict)  # matrices that do not: reason
     # Layers left out: reason and remedy
     skipped: dict[str, str] = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)  # layers that make logits in bfloat16
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     frozen: list[str] = field(default_factory=list)  # frozen weights that are kept in FP8
@@ -87,6 +88,8 @@ class Report:
             + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
+        if self.heads:
+            lines.append(f"logits in bf16: {', '.join(self.heads)}")
         # such as quantized ones, whose weights are not counted
         others = [n for n in self.skipped if not any(m.startswith(f"{n}.") for m in self.outside)]
         if others:
@@ -156,6 +159,7 @@ def report_of(
         bare=coverage.bare,
         outside=coverage.outside,
         skipped=dict(layers.skipped),
+        heads=layers.heads,
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
         frozen=[name for name, _, why in layers.frozen if not why],

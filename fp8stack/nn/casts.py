@@ -112,7 +112,7 @@ _SETTINGS = (
     "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool bf16_forward, bool train, "
     "ScalarType dtype"
 )
-_COUNT = 8  # of Options are these settings; its three states come next
+_COUNT = Options._fields.index("x_state")  # of Options are these settings
 
 
 def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -207,7 +207,7 @@ class Products:
         return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.fp8_recipe}"
+        return f"{self.name}, {self.fp8_recipe}{', forward in bf16' * self.bf16_forward}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out a monitor's probe, and the last scale: a copy's weight may move to another device."""
@@ -380,10 +380,13 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
 
 
 def weight_for_backward(
-    weight: Tensor, codes: Tensor, scale: Tensor, options: Options
+    weight: Tensor, codes: Tensor | None, scale: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return codes [in, out] and scale of a weight: those that forward saved, or of a new cast if it saved no codes."""
-    if codes.numel():
+    """Return codes [in, out] and scale of a weight: those that forward saved, or of a new cast if it saved no codes.
+
+    scale: of the cast in forward, None if there was none.
+    """
+    if codes is not None and scale is not None and codes.numel():
         return codes, scale
     if isinstance(weight, FrozenWeight):
         return weight.operand(not options.turned, options.fp8_recipe == "blockwise")
@@ -391,7 +394,10 @@ def weight_for_backward(
     if options.fp8_recipe == "blockwise":
         plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3)
         return (plain, plain_scale) if turned else (plain_t, scale_t)
-    plain, plain_t, scale = ops.recast_with(w, E4M3, scale, turned, not turned)
+    if scale is None:
+        plain, scale, plain_t, _ = cast_matrix(w, E4M3, turned, not turned, rows_to=ALIGNMENT)
+    else:
+        plain, plain_t, scale = ops.recast_with(w, E4M3, scale, turned, not turned)
     return (plain if turned else plain_t), scale
 
 

@@ -52,10 +52,8 @@ class LayerChoices:
     # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how
     # many rows on it is in FP8 (None: always).
     gemm: list[tuple[str, nn.Module, LeastRows | None]] = field(default_factory=list)
-    # Layers that make logits and change to bf16 GEMMs: name and module.
-    bf16_heads: list[tuple[str, nn.Module]] = field(default_factory=list)
-    # Modules that make logits in bfloat16 and take their gradients in FP8.
-    forward_heads: set[nn.Module] = field(default_factory=set)
+    # Names of those that make logits in bfloat16; the ones that are not in `gemm` change to bf16 GEMMs.
+    heads: list[str] = field(default_factory=list)
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -86,7 +84,6 @@ def choose_layers(
             excluded = dict.fromkeys(module.modules(), reason) | excluded
     heads = find_heads(model) if recipe.head != "fp8" else set[nn.Module]()
     in_bf16 = recipe.head == "bf16" or compute == "te"
-    layers.forward_heads = set() if in_bf16 else heads
     least = least_rows_of(model) if by_size else {}
     for name, module in model.named_modules():
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
@@ -101,10 +98,11 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        if module in heads and in_bf16 and compute != "bf16":
-            layers.bf16_heads.append((name, module))
-            layers.skipped.append((name, HEAD))
-            continue
+        if module in heads and compute != "bf16":
+            layers.heads.append(name)
+            if in_bf16:
+                layers.skipped.append((name, HEAD))
+                continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":
         chosen, blocks = {m for _, m, _ in layers.gemm}, recipe.fp8_recipe == "blockwise"
@@ -116,11 +114,12 @@ def choose_layers(
     return layers
 
 
-def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
+def apply_gemms(model: nn.Module, layers: LayerChoices, compute: str, recipe: Recipe) -> None:
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-    for name, module in layers.bf16_heads:
+    for name in (name for name, reason in layers.skipped if reason == HEAD):
+        module = model.get_submodule(name)
         mix(module, Bf16Layer, kind_of(module), layer_name=name)
     for name, module, least in layers.gemm:
         weight: Any = module._parameters.get("weight")
@@ -145,7 +144,7 @@ def apply_gemms(layers: LayerChoices, compute: str, recipe: Recipe) -> None:
             mix(module, Fp8Attention, kind, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
-            head = module in layers.forward_heads
+            head = name in layers.heads
             products = Products(recipe, name, weight.device, turned, inputs, shared, least, head)
             scales[weight] = products.w_state
             mix(module, Fp8Layer, kind, products=products)

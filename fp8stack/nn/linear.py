@@ -197,15 +197,14 @@ class _Bf16Forward(torch.autograd.Function):
 def _backward_of_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     options: casts.Options = ctx.options
-    need_x, need_w, need_b, _ = ctx.needs_input_grad
+    (need_x, need_w, need_b), _ = casts.runs(ctx, 3, options.traced(grad))
     dx = dw = db = None
     if need_x or need_w:
         g = casts.cast_gradient(grad, options, need_x, need_w, learn=False)
         if options.probe is not None:
             options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
     if need_x:
-        w8 = casts.cast_weight(weight, options, True, rows=0)
-        w_codes, w_scale = casts.weight_for_backward(weight, w8.codes_t, w8.scale_t, options)
+        w_codes, w_scale = casts.weight_for_backward(weight, None, None, options)
         squares = options.fp8_recipe == "blockwise"
         dx = crop(product(g.codes, g.scale, w_codes, w_scale, x.dtype, squares=squares), x.shape)
     if need_w:

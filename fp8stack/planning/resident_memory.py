@@ -100,7 +100,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
     codes, fp8 = 0, []
     for name, (module, own, key) in fp8_products(model).items():
-        if recipe is not None and key:
+        if recipe is not None and key and not own.bf16_forward:
             weight = module.get_parameter(key)
             codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
             fp8.append(name)

@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8stack
+from fp8stack.errors import Fp8StackWarning
 from fp8stack.nn import scaling_state
 from fp8stack.nn.convert import choose_layers
 from fp8stack.nn.heads import find_heads
 from fp8stack.nn.linear import Bf16Layer, Fp8Layer, bf16_matmul
+from fp8stack.nn.mlp import fuse
 
 WORDS, WIDTH = 320, 64
 
@@ -72,7 +74,53 @@ def train(model, optimizer, steps=5):
 def test_a_head_is_found_by_tie_by_size_and_by_name(given, found):
     model = Model(**given)
     head = model.get_submodule(given["name"])
-    assert find_heads(model) == {model.embed, *([head] if found else [])}
+    assert find_heads(model) == {model.embed, model.places, *([head] if found else [])}
+
+
+def test_what_is_near_a_head_is_none():
+    """Types of tokens, labels, classes of pictures, and a second layer as wide as the vocabulary."""
+    for name, made in (
+        ("types", {"types": nn.Embedding(2, WIDTH), "head": nn.Linear(WIDTH, 2)}),
+        ("classes", {"classes": nn.Embedding(40, WIDTH), "decoder": nn.Linear(WIDTH, 784)}),
+        ("pictures", {"stem": nn.Conv2d(3, WIDTH, 4), "head": nn.Linear(WIDTH, 10)}),
+    ):
+        model = nn.Module()
+        for key, module in made.items():
+            model.add_module(key, module)
+        assert not {m for m in find_heads(model) if isinstance(m, nn.Linear)}, name
+    model = Model(tied=True)
+    model.widened = nn.Linear(WIDTH, WORDS)
+    assert model.widened not in find_heads(model)
+
+
+def test_heads_are_found_in_a_dict_behind_adapters_and_beside_computed_weights():
+    model = nn.ModuleDict({"wte": nn.Embedding(WORDS, WIDTH), "ff_out": nn.Linear(WIDTH, WORDS)})
+    assert model["ff_out"] in find_heads(nn.Sequential(model))
+    kept = nn.ModuleDict({"default": nn.Linear(WIDTH, WORDS)})
+    wrapped = Model(outputs=WORDS + 16)
+    wrapped.lm_head = nn.ModuleDict({"original_module": wrapped.lm_head, "modules_to_save": kept})
+    assert {wrapped.lm_head["original_module"], kept["default"]} < find_heads(wrapped)
+    computed = Model()
+    nn.utils.parametrizations.weight_norm(computed.embed)
+    assert computed.lm_head in find_heads(computed)
+
+
+def test_a_head_that_is_not_found_is_a_fallback():
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 2 * WORDS))
+    with pytest.warns(Fp8StackWarning, match='head="bf16" has no effect: no layer is known'):
+        fp8stack.initialize(model, None, "O0", head="bf16")
+    with pytest.warns(Fp8StackWarning, match="option of FP8 products"):
+        fp8stack.initialize(Model(), None, "O0", head="bf16", compute="bf16")
+
+
+def test_logits_stay_bfloat16_s_in_a_fused_mlp():
+    head = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WORDS))
+    model = nn.ModuleDict({"embed": nn.Embedding(WORDS, WIDTH), "head": head})
+    fp8stack.initialize(model, None, "O0", head="forward-bf16")
+    x = torch.randn(96, WIDTH, requires_grad=True)
+    expected = head(x)
+    fuse(model)
+    assert_same_bits(head(x), expected)
 
 
 def test_heads_of_transformers_are_found():
@@ -156,6 +204,7 @@ def test_a_head_in_bfloat16_is_said_stored_and_restored():
     assert 'lm_head.weight (it makes the logits, which head="bf16" leaves in bfloat16)' in str(
         report
     )
+    assert "logits in bf16: lm_head" in str(report)
     assert "lm_head.weight" in report.stored
     assert 0.5 < report.share < 1
     state = {
@@ -172,6 +221,7 @@ def test_without_a_cast_in_forward_a_head_has_no_histories():
     train(model, optimizer, 1)
     assert isinstance(model.lm_head, Fp8Layer)
     assert model.lm_head.products.fp8_recipe == "current"
+    assert "forward in bf16" in repr(model.lm_head)
     assert {name.rpartition(".")[0].split(".")[0] for name in scaling_state(model)} == {"blocks"}
 
 
@@ -189,7 +239,8 @@ def test_by_hand_the_record_says_which_products_are_left():
 def test_transformer_engine_leaves_heads_in_bfloat16():
     model, recipe = Model(), fp8stack.levels.recipe_for("O0", head="forward-bf16")
     layers = choose_layers(model, recipe, {}, set(), compute="te")
-    assert [name for name, _ in layers.bf16_heads] == ["lm_head"]
+    assert layers.heads == ["lm_head"]
+    assert "lm_head" not in [name for name, _, _ in layers.gemm]
 
 
 def test_a_head_compiles():

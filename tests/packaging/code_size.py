@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_927
-TESTS_CAP = 27_065
+LIBRARY_CAP = 16_942
+TESTS_CAP = 27_109
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
