@@ -32,11 +32,6 @@ if worker or not torch.cuda.is_available():
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 
-def pytest_xdist_auto_num_workers():
-    """Half as many workers again as cores: a third of the time tests wait for processes of their own."""
-    return 3 * len(os.sched_getaffinity(0)) // 2
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
@@ -47,9 +42,6 @@ def pytest_collection_modifyitems(config, items):
     # Left out, not skipped: that they are a third of all takes a quarter of a minute to say.
     config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
     items[:] = [item for item in items if "gpu" not in item.keywords]
-    items.sort(
-        key=lambda item: "slow" not in item.keywords
-    )  # so that no worker ends alone with one
 
 
 def pytest_collection_finish():
