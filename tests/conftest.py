@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
             if "kernel_device" in getattr(item, "fixturenames", ()):  # is on the GPU then
                 item.add_marker(pytest.mark.gpu)
         return
-    # Left out, not skipped: that they are a third of all takes a quarter of a minute to say.
+    # Left out, not skipped, as they are a third of all and each skip is reported.
     config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
     items[:] = [item for item in items if "gpu" not in item.keywords]
 
