@@ -251,7 +251,7 @@ def list_variants() -> list[Variant]:
         Variant("O2 graphed", "O2", graphed=True),
     ]
     eager += [Variant(library, library=library) for library in ("torchao", "te")]
-    one_by_one = [v for v in eager if not v.graphed]
+    one_by_one = [v for v in eager if not v.graphed and "head" not in v.options]
     whole = [replace(v, name=f"{v.name} compiled", compiled="whole") for v in one_by_one]
     blocks = [replace(v, name=f"{v.name} by block", compiled="blocks") for v in one_by_one]
     return [*eager, *whole, *blocks]
