@@ -212,12 +212,9 @@ def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, caps
     assert not re.search(r'"failed": [\[{]"', capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [n for n in real_models.MODELS if n != "unet-sd15"])
+@pytest.mark.parametrize("name", real_models.MODELS)
 def test_models_train(name, monkeypatch):
-    """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run.
-
-    A UNet trains in test_model_families.py.
-    """
+    """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run."""
     pytest.importorskip(real_models.MODELS[name].library)
     monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
     monkeypatch.setattr(real_models, "TURNS", 1)

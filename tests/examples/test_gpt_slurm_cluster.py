@@ -180,9 +180,7 @@ sleep 1000
 
 
 @pytest.mark.slow
-def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_ends_when_it_is_told_to(
-    cluster, tmp_path
-):
+def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_when_its_time_is_up(cluster, tmp_path):
     write_text(tmp_path)
     log = tmp_path / "job.log"
     where = ["--output", log, "--gpus-per-node=1", "--cpus-per-task=1", "--signal=USR1@1"]
@@ -205,7 +203,13 @@ def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_ends_when_it_is_told_
     wait_for(lambda: stepping(1), log=log)
     assert cluster.state(job) == ("RUNNING", 1, 0)
     assert f"step_{newest():08d} (bf16), step {newest()}\n" in log.read_text()
+    before = newest()
+    cluster.call("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends
+    wait_for(lambda: stepping(2), log=log)
+    assert cluster.state(job) == ("RUNNING", 2, 0)
+    assert f"step_{newest():08d} (bf16), step {newest()}\n" in log.read_text()
+    assert newest() > before
     cluster.call("scancel", "--signal=TERM", job)
-    wait_for(lambda: cluster.state(job) == ("FAILED", 1, 128 + signal.SIGTERM))
+    wait_for(lambda: cluster.state(job) == ("FAILED", 2, 128 + signal.SIGTERM))
     time.sleep(8)  # until a requeued job would have begun
-    assert cluster.state(job) == ("FAILED", 1, 128 + signal.SIGTERM)
+    assert cluster.state(job) == ("FAILED", 2, 128 + signal.SIGTERM)

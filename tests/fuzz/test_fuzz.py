@@ -6,11 +6,11 @@ import pytest
 from fuzzing import run
 
 CASES: dict[str, int] = {
-    "checkpoints": 120,
+    "checkpoints": 200,
     "options": 100,
     "collectives": 200,
     "formats": 12,
-    "hard_gradients": 300,
+    "hard_gradients": 500,
     "writes": 24,
 }  # of each: some seconds on one core
 
