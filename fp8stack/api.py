@@ -195,7 +195,8 @@ def carry_out(
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         alone |= {m for m, why in decisions.bare.items() if why in KEPT}
         chosen = {m for m, why in decisions.bare.items() if not why}
-        bare = apply_matmuls(model, recipe, chosen, alone)
+        heads = [model.get_submodule(name) for name in layers.heads]
+        bare = apply_matmuls(model, recipe, chosen, alone, heads)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     conversion.freeze_weights(model, layers, session)
     if optimizer is not None:

@@ -118,7 +118,8 @@ def apply_gemms(model: nn.Module, layers: LayerChoices, compute: str, recipe: Re
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-    for name in (name for name, reason in layers.skipped if reason == HEAD):
+    in_gemm = {name for name, _, _ in layers.gemm}
+    for name in (head for head in layers.heads if head not in in_gemm):
         module = model.get_submodule(name)
         mix(module, Bf16Layer, kind_of(module), layer_name=name)
     for name, module, least in layers.gemm:

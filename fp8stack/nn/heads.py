@@ -34,7 +34,7 @@ _FEW = 32  # rows of embeddings that hold types of tokens, or classes
 
 
 def find_heads(model: nn.Module) -> set[nn.Module]:
-    """Return the layers of `model` that make logits, and its embeddings, whose weights may."""
+    """Return the layers of `model` that make logits."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     sizes = {m.num_embeddings for m in embeddings if m.num_embeddings > _FEW}
     if not sizes:
@@ -54,9 +54,7 @@ def find_heads(model: nn.Module) -> set[nn.Module]:
             heads.add(module)
         elif outputs == most and module not in repeated:
             alone.add(module)
-    if not heads and len(alone) == 1:
-        heads = alone
-    return heads | set(embeddings)
+    return heads or (alone if len(alone) == 1 else set())
 
 
 def _repeats(module: nn.Module) -> bool:

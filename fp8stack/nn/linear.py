@@ -184,10 +184,8 @@ class _Bf16Forward(torch.autograd.Function):
         ctx.options = options
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        w = values_of(weight).bfloat16()
-        with torch.autocast(x.device.type, enabled=False):
-            y = nn.functional.linear(x.bfloat16(), w.t() if options.turned else w).to(options.dtype)
-        return y if bias is None else y + bias.to(options.dtype)
+        w = values_of(weight)
+        return bf16_matmul(x, w.t() if options.turned else w, bias, "")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

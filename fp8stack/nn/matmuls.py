@@ -48,7 +48,7 @@ from . import grouped
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
 from .forward_code import is_of_library
-from .heads import HEAD, find_heads
+from .heads import HEAD
 from .linear import bf16_matmul, fp8_matmul
 from .mixin import Mixin, mix
 from .select import least_rows, pays
@@ -66,9 +66,13 @@ def apply_matmuls(
     recipe: Recipe,
     chosen: Container[nn.Module],  # by `coverage.bare_modules`
     skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
+    heads: Iterable[
+        nn.Module
+    ] = (),  # layers that make logits; products by an embedding's weight do, too
 ) -> BareMatmuls:
     """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
-    bare = BareMatmuls(recipe, skipped, find_heads(model) if recipe.head != "fp8" else ())
+    heads = [*heads, *(m for m in model.modules() if isinstance(m, nn.Embedding))]
+    bare = BareMatmuls(recipe, skipped, heads if recipe.head != "fp8" else ())
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if module in bare.skipped or id(parameter) not in bare.places:
@@ -128,11 +132,8 @@ class BareMatmuls:
         """Return how to multiply by `parameter` or a view of it, and record that."""
         if not torch.compiler.is_compiling():
             self.used.add(self._place_of(parameter)[1])
-        return (
-            self._head_products
-            if self.makes_logits(parameter, turned)
-            else self._products[int(turned)]
-        )
+        head = self.makes_logits(parameter, turned)
+        return self._head_products if head else self._products[int(turned)]
 
     def _place_of(self, parameter: Tensor | None) -> tuple[nn.Module | None, str]:
         """Return the owner of `parameter` and its name; a skipped one, if there are several."""

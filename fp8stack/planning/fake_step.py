@@ -260,9 +260,8 @@ def _attention(
     if q.ndim == 4 and plain and q.dtype in _HALF:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    in_a_row = (
-        attn_mask is None or attn_mask.stride(-1) == 1
-    )  # T5's lie the other way in transformers 5.17
+    # T5's biases lie the other way in transformers 5.17
+    in_a_row = attn_mask is None or attn_mask.stride(-1) == 1
     if q.ndim == 4 and q.shape[-3] == k.shape[-3] and in_a_row:
         if attn_mask is not None:  # a bias in the dtype of q, which a boolean mask is made
             attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:-1], k.shape[-2])

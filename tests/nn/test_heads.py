@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8stack
+from fp8stack.comm.fsdp import _weights
 from fp8stack.errors import Fp8StackWarning
 from fp8stack.nn import scaling_state
 from fp8stack.nn.convert import choose_layers
@@ -74,7 +75,7 @@ def train(model, optimizer, steps=5):
 def test_a_head_is_found_by_tie_by_size_and_by_name(given, found):
     model = Model(**given)
     head = model.get_submodule(given["name"])
-    assert find_heads(model) == {model.embed, model.places, *([head] if found else [])}
+    assert find_heads(model) == ({head} if found else set())
 
 
 def test_what_is_near_a_head_is_none():
@@ -87,7 +88,7 @@ def test_what_is_near_a_head_is_none():
         model = nn.Module()
         for key, module in made.items():
             model.add_module(key, module)
-        assert not {m for m in find_heads(model) if isinstance(m, nn.Linear)}, name
+        assert not find_heads(model), name
     model = Model(tied=True)
     model.widened = nn.Linear(WIDTH, WORDS)
     assert model.widened not in find_heads(model)
@@ -99,7 +100,7 @@ def test_heads_are_found_in_a_dict_behind_adapters_and_beside_computed_weights()
     kept = nn.ModuleDict({"default": nn.Linear(WIDTH, WORDS)})
     wrapped = Model(outputs=WORDS + 16)
     wrapped.lm_head = nn.ModuleDict({"original_module": wrapped.lm_head, "modules_to_save": kept})
-    assert {wrapped.lm_head["original_module"], kept["default"]} < find_heads(wrapped)
+    assert find_heads(wrapped) == {wrapped.lm_head["original_module"], kept["default"]}
     computed = Model()
     nn.utils.parametrizations.weight_norm(computed.embed)
     assert computed.lm_head in find_heads(computed)
@@ -111,6 +112,13 @@ def test_a_head_that_is_not_found_is_a_fallback():
         fp8stack.initialize(model, None, "O0", head="bf16")
     with pytest.warns(Fp8StackWarning, match="option of FP8 products"):
         fp8stack.initialize(Model(), None, "O0", head="bf16", compute="bf16")
+
+
+def test_weights_of_heads_are_not_sent_in_fp8():
+    for head, sent in (("fp8", True), ("forward-bf16", False)):
+        model, _ = initialized(head=head)
+        assert (model.lm_head.weight in _weights(model)) == sent
+        assert model.blocks[0].weight in _weights(model)
 
 
 def test_logits_stay_bfloat16_s_in_a_fused_mlp():
@@ -143,8 +151,7 @@ def test_heads_of_transformers_are_found():
     ):
         with torch.device("meta"):
             model = getattr(transformers, kind)(config)
-        layers = {m for m in find_heads(model) if not isinstance(m, nn.Embedding)}
-        assert layers == ({model.get_output_embeddings()} - {None}), kind
+        assert find_heads(model) == ({model.get_output_embeddings()} - {None}), kind
 
 
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
