@@ -72,17 +72,30 @@ class Variant:
     only: tuple[str, ...] = ()  # globs of names; of all layers if none
 
 
-BLOCKWISE = {"fp8_recipe": "blockwise"}
+ALL_FP8 = {"head": "fp8"}
+TOKENWISE, BLOCKWISE = ({"fp8_recipe": name} for name in ("tokenwise", "blockwise"))
+PARTLY = {
+    "fp8_recipe": "tokenwise",
+    "precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"},
+}
 VARIANTS = [
     Variant("float32"),
+    Variant("current, head fp8", ALL_FP8),
     Variant("current", {}),
-    Variant("current, head out", {}, ("lm_head",)),
-    Variant("current, head forward-bf16", {"head": "forward-bf16"}),
-    Variant("current, head bf16", {"head": "bf16"}),
-    Variant("current, head and ends out", {}, ("lm_head", "ends")),
+    Variant("tokenwise, head fp8", TOKENWISE | ALL_FP8),
+    Variant("tokenwise", TOKENWISE),
+    Variant("tokenwise, fast sums", TOKENWISE | {"fp8_fast_accum": True}),
+    Variant("tokenwise, q + k forward-bf16", PARTLY),
+    Variant("tokenwise, first_last=1", TOKENWISE | {"first_last": 1}),
+    Variant("tokenwise, first_last=2", TOKENWISE | {"first_last": 2}),
+    Variant("tokenwise, first_last=2, q + k forward-bf16", PARTLY | {"first_last": 2}),
+    Variant(
+        "tokenwise, first_last=2, attention out", TOKENWISE | {"first_last": 2}, ("*.self_attn.*",)
+    ),
+    Variant("blockwise, head fp8", BLOCKWISE | ALL_FP8),
     Variant("blockwise", BLOCKWISE),
-    Variant("blockwise, head out", BLOCKWISE, ("lm_head",)),
-    *(Variant(f"current, only {kind}", {}, only=names) for kind, names in KINDS.items()),
+    Variant("blockwise, first_last=2", BLOCKWISE | {"first_last": 2}),
+    *(Variant(f"current, only {kind}", ALL_FP8, only=names) for kind, names in KINDS.items()),
 ]
 
 

@@ -245,8 +245,13 @@ def list_variants() -> list[Variant]:
     eager += [
         Variant("O2, all in FP8", "O2", options={"select": "all"}),
         Variant("O2, not fused", "O2", options={"fuse": False}),
-        Variant("O2, head forward-bf16", "O2", options={"head": "forward-bf16"}),
+        Variant("O2, head fp8", "O2", options={"head": "fp8"}),
         Variant("O2, head bf16", "O2", options={"head": "bf16"}),
+        Variant("O2, tokenwise", "O2", options={"fp8_recipe": "tokenwise"}),
+        Variant(
+            "O2, tokenwise fast", "O2", options={"fp8_recipe": "tokenwise", "fp8_fast_accum": True}
+        ),
+        Variant("O2, blockwise", "O2", options={"fp8_recipe": "blockwise"}),
         Variant("bf16 graphed", graphed=True),
         Variant("O2 graphed", "O2", graphed=True),
     ]

@@ -154,7 +154,13 @@ def decide(
         told = listed({name: why for name, _, why in layers.frozen}) or told
         fallbacks.append(f'frozen="fp8" has no effect: {told}')
     by_hand = any(not why for why in bare.values())  # a product by an embedding may be a head
-    if recipe.head != "fp8" and compute != "bf16" and not layers.heads and not by_hand:
+    fallbacks += layers.idle
+    if (
+        recipe.head not in ("auto", "fp8")
+        and compute != "bf16"
+        and not layers.heads
+        and not by_hand
+    ):
         fallbacks.append(
             f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
         )

@@ -59,8 +59,10 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
     if fp8_recipe in ("mxfp8", "nvfp4"):
         why = "native layers have no MXFP8 and NVFP4; TransformerEngine has, on Blackwell"
         return Answer(False, why)
-    if fp8_recipe != "blockwise" or device.type != "cuda":
+    if fp8_recipe not in ("tokenwise", "blockwise") or device.type != "cuda":
         return Answer(True, "any device with FP8 GEMMs")
+    if fp8_recipe == "tokenwise":
+        return probe(_multiplies_rows, "torch._scaled_mm with a scale for each row", device)
     if torch.cuda.get_device_capability(device) != (9, 0):
         found = fp8_hardware(device).reason
         return Answer(False, f"cuBLAS multiplies with block scales on Hopper (9.0); {found}")
@@ -145,6 +147,14 @@ def _multiplies(device: torch.device) -> bool:
         for left in (E4M3.dtype, E5M2.dtype)
     )
     return all(torch.equal(product.float(), 4 * (a @ b.t())) for product in products)
+
+
+def _multiplies_rows(device: torch.device) -> bool:
+    """Multiply ones of 64×64 with a scale of 2 or 3 for each row."""
+    ones = torch.ones(64, 64, device=device).to(E4M3.dtype)
+    rows = torch.arange(64, device=device).remainder(2).add(2.0).unsqueeze(1)
+    product = torch._scaled_mm(ones, ones.t(), rows, rows.t(), out_dtype=torch.bfloat16)
+    return torch.equal(product.float(), 64 * rows @ rows.t())
 
 
 def _multiplies_blocks(device: torch.device) -> bool:

@@ -122,7 +122,7 @@ RULES = (
       for option in ("states_for", "offload", "optimizer_backend")),
     Rule("master", (), _KEPT, "the optimizer is left as it is, so a master has no place to be kept",
          'Use master="keep", or states="fp32" for float32 states beside it'),
-    *(Rule(option, (), (*setting("fp8_recipe", "current"), *_BLOCK_SCALES),
+    *(Rule(option, (), (*setting("fp8_recipe", "current", "tokenwise"), *_BLOCK_SCALES),
            "it belongs to delayed scaling, and other scales keep no history", f'{_LEAVE}, or use fp8_recipe="delayed"')
       for option in ("fp8_margin", "amax_history_len", "amax_compute_algo")),
     Rule("fp8_format", ("e5m2",), _BLOCK_SCALES, "that is E4M3 throughout: block scales replace the range of E5M2",
@@ -135,8 +135,10 @@ RULES = (
     Rule("fp8_format", ("e5m2",), _TE, 'TransformerEngine has "hybrid" and "e4m3" only', _USE_NATIVE),
     Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
          f'{_USE_NATIVE} or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
+    Rule("wgrad", ("bf16",), _TE, "TransformerEngine makes all products of a layer alike", _USE_NATIVE),
     *(Rule(option, (), _BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)
-      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select", "head")),
+      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select", "head", "first_last", "wgrad",
+                     "precision_for")),
     Rule("matmuls", (True,), (*_BF16_ASKED, BF16_PRODUCTS), "bare parameters are multiplied as they were", "",
          Fp8StackWarning),
     Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),

@@ -25,10 +25,11 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "compute": ("auto", "te", "native", "bf16"),
         "fp8_format": ("hybrid", "e4m3", "e5m2"),
-        "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
+        "fp8_recipe": ("current", "tokenwise", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
         "select": ("auto", "all"),
-        "head": ("fp8", "forward-bf16", "bf16"),
+        "head": ("auto", "fp8", "forward-bf16", "bf16"),
+        "wgrad": ("fp8", "bf16"),
         "frozen": ("keep", "fp8"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
@@ -42,8 +43,24 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
+PRECISIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "fp8": "",
+        "forward-bf16": "forward",
+        "backward-bf16": "dgrad wgrad",
+        "wgrad-bf16": "wgrad",
+        "bf16": "forward dgrad wgrad",
+    }
+)
+"""How a layer multiplies, and its products that are then in bfloat16 (`fp8stack/nn/precision.py`)."""
+
 FINITE = sys.float_info.max
-_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, FINITE)}
+_LIMITS = {
+    "fp8_margin": (0, 16),
+    "first_last": (0, FINITE),
+    "amax_history_len": (1, 2**16),
+    "min_numel": (0, FINITE),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,8 @@ class Recipe:
         bf16 with a warning where there is no FP8; the card says which and why.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
         for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
-    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "delayed": that of its last
+    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "tokenwise": in forward, that of
+        each token of an activation; all else as "current". "delayed": that of its last
         `amax_history_len` casts, one a micro-batch. "blockwise": one for each 1×128 of activations and gradients and
         128×128 of weights, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell.
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
@@ -71,7 +89,12 @@ class Recipe:
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
     head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16", logits
-        in bfloat16 and the products of their gradients in FP8; with TransformerEngine that is "bf16".
+        in bfloat16 and the products of their gradients in FP8; with TransformerEngine that is "bf16". "auto":
+        "forward-bf16" where such a layer is found.
+    first_last: so many blocks at the start and at the end of the model multiply in bfloat16.
+    wgrad: "bf16" makes the gradients of weights in bfloat16, "fp8" in FP8.
+    precision_for: how single layers multiply: a dict from fnmatch patterns of module names to "fp8", "forward-bf16",
+        "backward-bf16", "wgrad-bf16" or "bf16", e.g. {"*q_proj": "forward-bf16"}. The last one that matches counts.
     frozen: "fp8" keeps weights of Linear layers that are frozen (requires_grad=False) when `initialize` is called in
         E4M3, a byte an element, as the base of adapters (`fp8stack/nn/frozen.py`).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
@@ -103,7 +126,10 @@ class Recipe:
     select: str = "auto"
     fuse: bool = True
     matmuls: Any = "auto"
-    head: str = "fp8"
+    head: str = "auto"
+    first_last: int = 0
+    wgrad: str = "fp8"
+    precision_for: Any = ()
     frozen: str = "keep"
     gradients: str = "keep"
     states: str = "keep"
@@ -126,6 +152,7 @@ class Recipe:
             raise ConfigError(f'skip={self.skip!r} must be a list of patterns, such as ["*head"].')
         object.__setattr__(self, "skip", tuple(self.skip))
         object.__setattr__(self, "states_for", _formats(self.states_for))
+        object.__setattr__(self, "precision_for", _precisions(self.precision_for))
         refuse_conflicts(self)
 
 
@@ -202,6 +229,19 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
         own = {n: check_choice(n, v, where=where) for n, v in formats.items()}
         result.append((pattern, own.get("states", ""), own.get("master", "")))
     return tuple(result)
+
+
+def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
+    """Return `precision_for` as pairs of a pattern and one of PRECISIONS."""
+    where = f"precision_for={given!r}: "
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if not isinstance(given, (Mapping, list, tuple)) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+    ):
+        raise ConfigError(
+            f'{where}it is a dict of patterns, such as {{"*q_proj": "forward-bf16"}}.'
+        )
+    return tuple((p, check_choice("precision", v, tuple(PRECISIONS), where)) for p, v in pairs)
 
 
 LEVELS: Mapping[str, Recipe] = MappingProxyType(

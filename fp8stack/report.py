@@ -58,6 +58,8 @@ class Report:
     # Layers left out: reason and remedy
     skipped: dict[str, str] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)  # layers that make logits in bfloat16
+    # products in bfloat16 of layers that multiply in FP8 otherwise, such as "forward" or "dgrad wgrad"
+    in_bf16: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     frozen: list[str] = field(default_factory=list)  # frozen weights that are kept in FP8
@@ -90,6 +92,10 @@ class Report:
         ]
         if self.heads:
             lines.append(f"logits in bf16: {', '.join(self.heads)}")
+        partly = {n: products for n, products in self.in_bf16.items() if n not in self.heads}
+        for products, names in by_value(partly).items():
+            told = f"{len(names)} × {products.replace(' ', ' and ')} in bf16: {names[0]}"
+            lines.append(told + ", ..." * (len(names) > 1))
         # such as quantized ones, whose weights are not counted
         others = [n for n in self.skipped if not any(m.startswith(f"{n}.") for m in self.outside)]
         if others:
@@ -160,6 +166,7 @@ def report_of(
         outside=coverage.outside,
         skipped=dict(layers.skipped),
         heads=layers.heads,
+        in_bf16={n: layers.in_bf16[n] for n, _, _ in layers.gemm if n in layers.in_bf16},
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
         frozen=[name for name, _, why in layers.frozen if not why],

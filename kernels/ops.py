@@ -45,6 +45,7 @@ from .reference import activation, monitor, norm, quantize, rows, widen, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
+from .reference import cast_rows as by_row
 from .reference import expert_activation as experts
 from .reference import gradient as gradients
 from .reference import rmsnorm as rms
@@ -182,6 +183,12 @@ def _matrix(
 
 
 _tokens = partial(_matrix, rows_to=matrix.TOKENS)
+
+
+def _by_row(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    codes = _tokens(x, fmt, True, False)[0]
+    parts = codes.new_empty(by_row.parts_of(len(codes)), dtype=torch.int32)
+    return codes, codes.new_empty(len(codes), dtype=torch.float32), parts
 
 
 def _quantized(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
@@ -339,6 +346,16 @@ matmul_blocks = _operator(
     blocks.matmul_blocks,
     lambda a, a_scale, b, b_scale, squares, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
 )
+cast_rows = _operator(
+    "cast_rows(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)",
+    by_row.cast_rows,
+    lambda x, fmt: _by_row(x, fmt),
+)
+matmul_rows = _operator(
+    "matmul_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool fast) -> Tensor",
+    by_row.matmul_rows,
+    lambda a, a_scale, b, b_scale, dtype, fast: a.new_empty((len(a), len(b)), dtype=dtype),
+)
 cast_delayed = _operator(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
@@ -381,6 +398,11 @@ activation_cast = _operator(
     "bool again=False) -> (Tensor, Tensor)",
     activation.activation_cast,
     lambda gate, up, activation, fmt, *_: _tokens(gate, fmt, True, False)[::2],
+)
+activation_cast_rows = _operator(
+    "activation_cast_rows(Tensor gate, Tensor? up, str activation, str fmt) -> (Tensor, Tensor)",
+    activation.activation_cast_rows,
+    lambda gate, up, activation, fmt: _by_row(gate, fmt)[:2],
 )
 activation_backward_cast = _operator(
     "activation_backward_cast(Tensor dh, Tensor gate, Tensor? up, Tensor h_scale, str activation, str fmt, "

@@ -15,6 +15,8 @@ BOUNDS = {  # y, dx, dw: relative to the norm
     ("current", "hybrid"): (NARROW, MIXED, MIXED),
     ("current", "e4m3"): (NARROW, NARROW, NARROW),
     ("current", "e5m2"): (MIXED, MIXED, MIXED),
+    ("tokenwise", "hybrid"): (NARROW, MIXED, MIXED),
+    ("tokenwise", "e4m3"): (NARROW, NARROW, NARROW),
     ("delayed", "hybrid"): (NARROW, MIXED, MIXED),
     ("delayed", "e4m3"): (NARROW, NARROW, NARROW),
     ("delayed", "e5m2"): (MIXED, MIXED, MIXED),

@@ -16,9 +16,10 @@ from fp8stack.kernels import ops
 from fp8stack.nn.experts import is_experts
 from fp8stack.nn.mlp import fuse
 
-RECIPES = ("current", "delayed", "blockwise")
+RECIPES = ("current", "tokenwise", "delayed", "blockwise")
 CASTS = (
     "cast", "recast", "recast_with", "cast_1x128", "cast_128x128", "cast_delayed", "activation_cast",
+    "activation_cast_rows",
 )  # fmt: skip
 
 
@@ -229,6 +230,7 @@ MODULES = {
 KINDS = pytest.mark.parametrize(
     ("kind", "recipe"),
     [("layer", "current"), ("layer", "delayed"), ("layer", "blockwise"), ("fused", "current"), ("fused", "delayed"),
+     ("layer", "tokenwise"), ("fused", "tokenwise"), ("norm", "tokenwise"),
      ("norm", "current"), ("bare", "current"), ("conv1d", "current"), ("conv1d", "delayed"), ("conv1d", "blockwise"),
      ("gelu", "current"), ("gelu", "delayed"), ("attention", "current"), ("attention", "delayed"),
      ("attention", "blockwise")],

@@ -27,7 +27,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         elif field.name in CHOICES:
             group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
         elif field.default == ():
-            formats = "=STATES[,MASTER]" if field.name == "states_for" else ""
+            values = {"states_for": "=STATES[,MASTER]", "precision_for": "=PRECISION"}
+            formats = values.get(field.name, "")
             group.add_argument(flag, nargs="+", metavar=f"PATTERN{formats}")
         elif isinstance(field.default, int):
             group.add_argument(flag, type=int, metavar="N")
@@ -42,6 +43,8 @@ def recipe_of(options: argparse.Namespace, opt_level: str | None = None) -> Reci
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if "states_for" in given:
         given["states_for"] = dict(map(_states_for, given["states_for"]))
+    if "precision_for" in given:
+        given["precision_for"] = [text.rpartition("=")[::2] for text in given["precision_for"]]
     return recipe_for(opt_level or options.opt_level, options.preset, **given)
 
 

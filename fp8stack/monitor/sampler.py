@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, warn
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import BLOCK, MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
 from fp8stack.levels import check_number
@@ -248,7 +248,9 @@ class Monitor:
             shape = len(self.layers), len(KINDS), len(FIELDS)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
         if x.device == self._counts.device:
-            squares = kind == "w" and scale.ndim > 0
+            squares = kind == "w" and scale.ndim == 2
+            if scale.ndim == 1:  # one for each row
+                scale = scale.unsqueeze(1).expand(-1, -(-x.shape[-1] // BLOCK))
             ops.count(x, scale, fmt, self._counts[index, KINDS.index(kind)], squares)
 
 

@@ -46,6 +46,7 @@ from . import block_call
 from .attention import fp8_products
 from .casts import in_backward
 from .mixin import Fused, has_hooks, mix
+from .precision import outermost_lists
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -66,7 +67,8 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     Raises:
         ModelError: if the model has no such blocks, they are not on one GPU, or are graphed already.
     """
-    blocks, patterns = dict(_blocks(model)), list(skip)
+    patterns, lists = list(skip), outermost_lists(model)
+    blocks = {f"{name}.{i}": block for name, each in lists for i, block in enumerate(each)}
     devices = {str(p.device) for block in blocks.values() for p in block.parameters()}
     if len(devices) != 1 or not next(iter(devices)).startswith(block_call.DEVICE):
         found = ", ".join(sorted(devices)) or "no blocks with parameters"
@@ -86,15 +88,6 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
             mix(block, Graphed, block_graphs=graphs, graph_name=name)
             _launch_together(block, True)
     return graphs
-
-
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and elements of the outermost ModuleLists."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{prefix}{name}.{i}", block) for i, block in enumerate(child))
-        else:
-            yield from _blocks(child, f"{prefix}{name}.")
 
 
 class Graphed(Fused):

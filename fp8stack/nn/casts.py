@@ -90,7 +90,7 @@ class Options(NamedTuple):
     formats: str  # a key of FORMATS
     fp8_recipe: str
     fast: bool  # sum the forward product with fewer bits
-    bf16_forward: bool  # make the forward product in bfloat16
+    in_bf16: str  # products that are made in bfloat16: some of PRODUCTS, with spaces between them
     train: bool
     dtype: torch.dtype  # of the output
     x_state: int = -1  # handles of a DelayedState, -1 if the recipe has none
@@ -109,7 +109,7 @@ class Options(NamedTuple):
 
 
 _SETTINGS = (
-    "str digest, bool turned, str formats, str fp8_recipe, bool fast, bool bf16_forward, bool train, "
+    "str digest, bool turned, str formats, str fp8_recipe, bool fast, str in_bf16, bool train, "
     "ScalarType dtype"
 )
 _COUNT = Options._fields.index("x_state")  # of Options are these settings
@@ -164,14 +164,11 @@ class Products:
         inputs: InputCodes | None = None,  # shared by the layers of a model
         w_state: WeightScale | None = None,  # shared by the layers of one weight
         least_rows: LeastRows | None = None,  # of select="auto"; None: always FP8
-        bf16_forward: bool = False,  # of a head
+        in_bf16: str = "",  # as in Options
     ) -> None:
         self.layer, self.turned = layer, turned
         self.inputs, self.least_rows = inputs or InputCodes(), least_rows
-        self.bf16_forward = bf16_forward
-        self.fp8_recipe = recipe.fp8_recipe
-        if bf16_forward and self.fp8_recipe == "delayed":  # no cast in forward to learn from
-            self.fp8_recipe = "current"
+        self.in_bf16, self.fp8_recipe = in_bf16, recipe.fp8_recipe
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
@@ -197,7 +194,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, self.bf16_forward, train, dtype, x, w, g,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, self.in_bf16, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
 
@@ -207,7 +204,7 @@ class Products:
         return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.fp8_recipe}{', forward in bf16' * self.bf16_forward}"
+        return f"{self.name}, {self.fp8_recipe}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out a monitor's probe, and the last scale: a copy's weight may move to another device."""
@@ -233,7 +230,7 @@ def cast_matrix(
     rows_to: int = TOKENS,  # ALIGNMENT for a weight
 ) -> Operand:
     """Quantize a matrix with a scale from its own amax."""
-    if ops.is_traced(x) and x.numel():
+    if amax is None and ops.is_traced(x) and x.numel():
         amax = x.detach().abs().amax().float()  # here, where Inductor can fuse it
     plain, turned, scale = ops.cast(x, fmt, codes, transposed, amax, rows_to)
     return Operand(plain, scale, turned, scale)
@@ -289,6 +286,9 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
     amax, another = None, transposed and fmt_t is not fmt
     if options.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
+    if options.fp8_recipe == "tokenwise":
+        codes, scale, parts = ops.cast_rows(x, fmt)
+        return Operand(codes, scale, *cast_matrix(x, fmt_t, False, transposed, parts)[2:])
     if options.fp8_recipe == "current":
         amax = noted(x, "parts")
         operand = cast_matrix(x, fmt, True, transposed and not another, amax)
@@ -306,15 +306,6 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
 def _without_t(operand: Operand, transposed: bool) -> Operand:
     """Leave out the transpose if it is not needed, so that it is not saved for backward."""
     return operand if transposed else operand._replace(codes_t=operand.codes_t.new_empty((0, 0)))
-
-
-def transposed_input(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return codes [cols, rows] and scale of an input [..., cols] that forward did not cast."""
-    if options.fp8_recipe == "blockwise":
-        operand = Operand(*ops.cast_1x128(x, FORMATS[options.formats].x_t))
-    else:
-        operand = cast_matrix(x, FORMATS[options.formats].x_t, codes=False)
-    return operand.codes_t, operand.scale_t
 
 
 # --- weights
@@ -412,7 +403,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
     if options.products is not None:
         options.products.inputs.last = None
     fmt = FORMATS[options.formats].g
-    if options.fp8_recipe == "current":
+    if options.fp8_recipe in ("current", "tokenwise"):
         return cast_matrix(grad, fmt, x, w)
     if options.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fp8stack.errors import did_you_mean
-from fp8stack.levels import Recipe
+from fp8stack.levels import PRECISIONS, Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
 from . import experts
@@ -30,10 +30,10 @@ from .bf16_storage import StoredLayer, StoredRows
 from .casts import InputCodes, Products, WeightScale
 from .forward_code import owners_read
 from .frozen import choose_frozen
-from .heads import HEAD, find_heads
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
 from .mixin import mix
+from .precision import Precision
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
@@ -52,8 +52,13 @@ class LayerChoices:
     # Linear and Conv1D layers, attention and experts that change to FP8 (or bf16) GEMMs: name, module, and from how
     # many rows on it is in FP8 (None: always).
     gemm: list[tuple[str, nn.Module, LeastRows | None]] = field(default_factory=list)
-    # Names of those that make logits in bfloat16; the ones that are not in `gemm` change to bf16 GEMMs.
+    # Products that are in bfloat16 by the names of layers, as `Precision.of` returns them. Those with all of them are
+    # not in `gemm`, and change to bf16 GEMMs.
+    in_bf16: dict[str, str] = field(default_factory=dict)
+    # Names of layers that make logits in bfloat16.
     heads: list[str] = field(default_factory=list)
+    # Options without an effect.
+    idle: list[str] = field(default_factory=list)
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -82,8 +87,8 @@ def choose_layers(
         if isinstance(module, FAST_PATHS):
             reason = f"{type(module).__name__} reads it itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
-    heads = find_heads(model) if recipe.head != "fp8" else set[nn.Module]()
-    in_bf16 = recipe.head == "bf16" or compute == "te"
+    precision = Precision(model, recipe, compute)
+    layers.idle += precision.idle
     least = least_rows_of(model) if by_size else {}
     for name, module in model.named_modules():
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
@@ -98,10 +103,11 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        if module in heads and compute != "bf16":
-            layers.heads.append(name)
-            if in_bf16:
-                layers.skipped.append((name, HEAD))
+        if compute != "bf16" and (products := precision.of(module)[0]):
+            layers.in_bf16[name] = products
+            layers.heads += [name] * (module in precision.heads and "forward" in products)
+            if products == PRECISIONS["bf16"]:
+                layers.skipped.append((name, precision.of(module)[1]))
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":
@@ -118,12 +124,17 @@ def apply_gemms(model: nn.Module, layers: LayerChoices, compute: str, recipe: Re
     """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
-    in_gemm = {name for name, _, _ in layers.gemm}
-    for name in (head for head in layers.heads if head not in in_gemm):
+    for name, in_bf16 in layers.in_bf16.items():
         module = model.get_submodule(name)
-        mix(module, Bf16Layer, kind_of(module), layer_name=name)
+        if in_bf16 == PRECISIONS["bf16"] and not experts.is_experts(module):
+            attends = isinstance(module, nn.MultiheadAttention)
+            layer = (
+                (Bf16Attention, nn.MultiheadAttention) if attends else (Bf16Layer, kind_of(module))
+            )
+            mix(module, *layer, layer_name=name)
     for name, module, least in layers.gemm:
         weight: Any = module._parameters.get("weight")
+        in_bf16 = layers.in_bf16.get(name, "")
         attends = isinstance(module, nn.MultiheadAttention)
         # FSDP2's class may lie over it, and is put back afterwards.
         kind: Any = nn.MultiheadAttention if attends else kind_of(module)
@@ -140,13 +151,13 @@ def apply_gemms(model: nn.Module, layers: LayerChoices, compute: str, recipe: Re
         elif attends:
             device = next(module.parameters()).device
             three = tuple(
-                Products(recipe, name, device, inputs=inputs, least_rows=least) for _ in range(3)
+                Products(recipe, name, device, False, inputs, None, least, in_bf16)
+                for _ in range(3)
             )
             mix(module, Fp8Attention, kind, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
-            head = name in layers.heads
-            products = Products(recipe, name, weight.device, turned, inputs, shared, least, head)
+            products = Products(recipe, name, weight.device, turned, inputs, shared, least, in_bf16)
             scales[weight] = products.w_state
             mix(module, Fp8Layer, kind, products=products)
 

@@ -21,13 +21,12 @@ from torch import nn
 
 from fp8stack.errors import first_line
 from fp8stack.formats import FLOATS
-from fp8stack.levels import Recipe
+from fp8stack.levels import PRECISIONS, Recipe
 from fp8stack.tensor_kinds import not_plain, whole_shape
 
 from .convert import OWN_FORWARD, LayerChoices
 from .experts import is_experts
 from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
-from .heads import HEAD
 from .layer_kinds import kind_of
 from .matmuls import MultipliesParameters
 from .mixin import mixed_class
@@ -109,6 +108,11 @@ def count(
     why = {
         m: reason for name, reason in layers.skipped for m in model.get_submodule(name).modules()
     }
+    chosen = {  # for bfloat16
+        m
+        for name, products in layers.in_bf16.items() if products == PRECISIONS["bf16"]
+        for m in model.get_submodule(name).modules()
+    }  # fmt: skip
     seen = {
         p for m in model.modules() if isinstance(m, _NO_PRODUCTS) for p in m._parameters.values()
     }
@@ -130,7 +134,7 @@ def count(
                 reason = f"smaller than min_numel={least}"
             elif p.dtype not in FLOATS:
                 reason = f"{p.dtype} is not cast to FP8"
-            meant = module in skipped or reason in (TOO_SMALL, _OFF, HEAD)
+            meant = module in skipped or module in chosen or reason in (TOO_SMALL, _OFF)
             sizes["meant" if meant else "left"] += shape.numel()
             found[f"{name}.{own}".lstrip(".")] = (shape.numel(), reason, meant)
     found = dict(sorted(found.items(), key=lambda item: -item[1][0]))  # the largest first

@@ -119,13 +119,17 @@ def fp8_matmul(
 @casts.operator("linear(Tensor x, Tensor weight, Tensor? bias")
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.Options]) -> Tensor:
     (options,), grad = given, torch.is_grad_enabled()
-    if options.bf16_forward:
-        return _Bf16Forward.apply(x, weight, bias, options)  # type: ignore[no-any-return]
-    x8 = casts.cast_input(x, options, grad and weight.requires_grad)
-    w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
-    if options.probe is not None:
-        options.probe("x", x, x8.scale, casts.FORMATS[options.formats].x)
-        options.probe("w", values_of(weight), w8.scale, E4M3)
+    x8 = w8 = _NO_OPERAND
+    kept = grad and weight.requires_grad and "wgrad" not in options.in_bf16
+    if kept or "forward" not in options.in_bf16:
+        x8 = casts.cast_input(x, options, kept)
+        if options.probe is not None:
+            options.probe("x", x, x8.scale, casts.FORMATS[options.formats].x)
+    if "forward" not in options.in_bf16:
+        kept = grad and x.requires_grad and "dgrad" not in options.in_bf16
+        w8 = casts.cast_weight(weight, options, kept, x8.codes.shape[0])
+        if options.probe is not None:
+            options.probe("w", values_of(weight), w8.scale, E4M3)
     if bias is not None and options.dtype in _FUSED_BIAS:
         bias = bias.to(options.dtype)
     # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.
@@ -134,8 +138,14 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.
     return result
 
 
+_NO_OPERAND: Any = (None,) * 4
+
+
 class _Fp8Matmul(torch.autograd.Function):
-    """x @ w.T with FP8 operands; saves the codes of x, and those of w where backward does not make them."""
+    """x @ w.T with FP8 operands; saves the codes of x, and those of w where backward does not make them.
+
+    A product that is in bfloat16 reads what its operands were cast from, which is saved then.
+    """
 
     @staticmethod
     def forward(
@@ -143,7 +153,7 @@ class _Fp8Matmul(torch.autograd.Function):
         x: Tensor,  # [..., in]
         weight: Tensor,  # [out, in], or [in, out] if options.turned
         bias: Tensor | None,  # [out]
-        x_codes: Tensor,  # [rows, in]; codes are padded, see casts.Operand
+        x_codes: Tensor,  # [rows, in]; codes are padded, see casts.Operand. None where nothing reads them
         x_scale: Tensor,
         x_codes_t: Tensor,  # [in, rows]
         x_scale_t: Tensor,
@@ -160,10 +170,14 @@ class _Fp8Matmul(torch.autograd.Function):
         # where the input needs no gradient: torch swaps no parameter that a graph has saved.
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         saved = x_codes_t, x_scale_t, w_codes_t, w_scale_t
-        ctx.save_for_backward(*saved, weight if x.requires_grad else None)
+        plain_x = x if weight.requires_grad and "wgrad" in options.in_bf16 else None
+        ctx.save_for_backward(*saved, weight if x.requires_grad else None, plain_x)
+        if "forward" in options.in_bf16:
+            w = values_of(weight)
+            return bf16_matmul(x, w.t() if options.turned else w, bias, "")
         size = weight.shape[1] if options.turned else weight.shape[0]
         # The product can add the bias where it has one scale a tensor and no padding.
-        added = bias if size % ALIGNMENT == 0 and w_scale.ndim == 0 else None
+        added = bias if size % ALIGNMENT == 0 and x_scale.ndim == 0 else None
         squares = options.fp8_recipe == "blockwise"
         y = product(x_codes, x_scale, w_codes, w_scale, dtype, options.fast, added, squares)
         y = crop(y, (*x.shape[:-1], size))
@@ -172,45 +186,6 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return backward_once(_backward, ctx, grad)
-
-
-class _Bf16Forward(torch.autograd.Function):
-    """x @ w.T in bfloat16, with gradients of FP8 operands; saves x and w, as nn.Linear does."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Options
-    ) -> Tensor:  # as in _Fp8Matmul
-        ctx.options = options
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight)
-        w = values_of(weight)
-        return bf16_matmul(x, w.t() if options.turned else w, bias, "")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return backward_once(_backward_of_bf16, ctx, grad)
-
-
-def _backward_of_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    options: casts.Options = ctx.options
-    (need_x, need_w, need_b), _ = casts.runs(ctx, 3, options.traced(grad))
-    dx = dw = db = None
-    if need_x or need_w:
-        g = casts.cast_gradient(grad, options, need_x, need_w, learn=False)
-        if options.probe is not None:
-            options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
-    if need_x:
-        w_codes, w_scale = casts.weight_for_backward(weight, None, None, options)
-        squares = options.fp8_recipe == "blockwise"
-        dx = crop(product(g.codes, g.scale, w_codes, w_scale, x.dtype, squares=squares), x.shape)
-    if need_w:
-        operands = (g.codes_t, g.scale_t), casts.transposed_input(x, options)
-        dw = weight_gradient(*operands, weight.dtype, weight.shape, options)
-    if need_b:
-        db = bias_gradient(grad, ctx.bias_dtype)
-    return dx, dw, db, None
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -236,22 +211,33 @@ _TWICE = (
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
+    x_codes_t, x_scale, w_codes, w_scale, weight, x = ctx.saved_tensors
     options: casts.Options = ctx.options
     (need_x, need_w, need_b), learn = casts.runs(ctx, 3, options.traced(grad))
+    x_in_fp8, w_in_fp8 = (name not in options.in_bf16 for name in ("dgrad", "wgrad"))
     dx = dw = db = None
-    if need_x or need_w:
-        g = casts.cast_gradient(grad, options, need_x, need_w, learn)
+    if (need_x and x_in_fp8) or (need_w and w_in_fp8):
+        g = casts.cast_gradient(grad, options, need_x and x_in_fp8, need_w and w_in_fp8, learn)
         if options.probe is not None:
             options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
     if need_x:
-        w_codes, w_scale = casts.weight_for_backward(weight, w_codes, w_scale, options)
-        squares = options.fp8_recipe == "blockwise"
-        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
-        dx = crop(dx, ctx.x_shape)
+        if x_in_fp8:
+            w_codes, w_scale = casts.weight_for_backward(weight, w_codes, w_scale, options)
+            squares = options.fp8_recipe == "blockwise"
+            dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
+            dx = crop(dx, ctx.x_shape)
+        else:
+            w = values_of(weight)
+            dx = bf16_matmul(grad, w if options.turned else w.t(), None, "").to(ctx.x_dtype)
     if need_w:
-        operands = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
-        dw = weight_gradient(*operands, ctx.weight_dtype, ctx.weight_shape, options)
+        if w_in_fp8:
+            operands = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
+            dw = weight_gradient(*operands, ctx.weight_dtype, ctx.weight_shape, options)
+        else:
+            left, right = (
+                t.reshape(-1, t.shape[-1]) for t in ((x, grad) if options.turned else (grad, x))
+            )
+            dw = bf16_matmul(left.t(), right.t(), None, "").to(ctx.weight_dtype)
     if need_b:
         db = bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, db, *_NONE
@@ -263,7 +249,7 @@ _apply: Any = super(torch.autograd.Function, _Fp8Matmul).apply
 
 def product(
     a: Tensor,  # FP8 codes [m, k], contiguous
-    a_scale: Tensor,  # float32, 0-d, or [m, k / 128]
+    a_scale: Tensor,  # float32, 0-d, [m], or [m, k / 128]
     b: Tensor,  # FP8 codes [n, k], contiguous
     b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
@@ -275,7 +261,9 @@ def product(
     if not a.is_cuda and torch.is_autocast_enabled("cpu"):  # which rounds what a CPU adds up
         with torch.autocast("cpu", enabled=False):
             return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
-    if a_scale.ndim > 0:
+    if a_scale.ndim == 1:
+        return ops.matmul_rows(a, a_scale, b, b_scale, dtype, fast)
+    if a_scale.ndim == 2:
         return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
     if not a.is_cuda:
         y: Tensor = _scaled_mm_on_cpu(a, b, a_scale, b_scale, dtype, fast)

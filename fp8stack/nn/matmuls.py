@@ -53,7 +53,7 @@ from .linear import bf16_matmul, fp8_matmul
 from .mixin import Mixin, mix
 from .select import least_rows, pays
 
-RECIPES = ("current", "blockwise")  # others become "current"
+RECIPES = ("current", "tokenwise", "blockwise")  # others become "current"
 TOO_FEW = 'bfloat16 is faster at this size; select="all" takes it'
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"
@@ -122,7 +122,7 @@ class BareMatmuls:
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
         inputs = InputCodes()
         self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
-        self._head_products = Products(self.recipe, bf16_forward=True)
+        self._head_products = Products(self.recipe, in_bf16="forward")
 
     def __reduce__(self) -> Any:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.

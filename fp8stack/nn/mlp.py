@@ -88,9 +88,9 @@ def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
     return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
         _kind(layer) == _kind(layers[0])
-        and layer.products.fp8_recipe in ("current", "delayed")
+        and layer.products.fp8_recipe in ("current", "tokenwise", "delayed")
         and layer.products.formats.x is E4M3
-        and not layer.products.bf16_forward
+        and not layer.products.in_bf16
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or layer.products.probe is None)
         for layer in layers
@@ -200,7 +200,7 @@ def _compute(
     # to which autocast casts those of torch's layers
     biases = [bias if bias is None else bias.to(dtype) for bias in biases]
     settings = activation, h_scaling, options
-    result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
+    result: Tensor = _MLP.apply(x, *weights, *biases, *x8, *operands, settings)
     return result
 
 
@@ -212,7 +212,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # [..., in]
         # weights, all [out, in] or all [in, out], of gate, up and down, or of up and down; their biases [out] or None;
-        # codes [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's
+        # the Operand of x; codes, scale and backward's
         # codes of each weight; the activation, of, update and again of `ops.activation_cast`,
         # the Options
         *tensors_and_settings: Any,
@@ -221,7 +221,7 @@ class _MLP(torch.autograd.Function):
         activation, h_scaling, options = settings
         count = len(options)
         weights, biases = given[:count], given[count : 2 * count]
-        x_codes, x_scale, x_codes_t, *operands = given[2 * count :]
+        x_codes, x_scale, x_codes_t, x_scale_t, *operands = given[2 * count :]
         codes, scales = operands[::3], operands[1::3]
         rows, dtype = x.numel() // max(x.shape[-1], 1), options[0].dtype
         turned = int(options[0].turned)
@@ -233,14 +233,19 @@ class _MLP(torch.autograd.Function):
             padded = biases[i] is None
             inputs.append(y if padded else linear.crop(y, (rows, weight.shape[turned])))
         gate, up = inputs[0], inputs[1] if count == 3 else None
-        h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
+        if options[0].fp8_recipe == "tokenwise":
+            h_codes, each = ops.activation_cast_rows(gate, up, activation, E4M3)
+            h_scale = each.amax()  # the scale of the largest magnitude, for backward
+        else:
+            h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
+            each = h_scale
         y = linear.product(
-            h_codes, h_scale, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
+            h_codes, each, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
         )
         ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
         ctx.unused = len(given) - 2 * count + 1
         ctx.save_for_backward(
-            x_codes_t, x_scale, h_scale, *inputs, *weights, *operands[2::3], *scales
+            x_codes_t, x_scale_t, h_scale, *inputs, *weights, *operands[2::3], *scales
         )
         return linear.crop(y, (*x.shape[:-1], weights[-1].shape[turned]))
 
@@ -252,7 +257,7 @@ class _MLP(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     activation, _, options = ctx.settings
     count = len(options)
-    x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
+    x_codes_t, x_scale_t, h_scale, *saved = ctx.saved_tensors
     inputs, saved = saved[: count - 1], saved[count - 1 :]
     weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
     (need_x, *need), learn = casts.runs(ctx, 1 + count, options[0].traced(grad))
@@ -281,7 +286,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             dx = part if dx is None else dx + part
         if need[i]:
             gradients[i] = linear.weight_gradient(
-                (g_codes_t, g_scale), (x_codes_t, x_scale), weight.dtype, weight.shape, options[i]
+                (g_codes_t, g_scale), (x_codes_t, x_scale_t), weight.dtype, weight.shape, options[i]
             )
         if need_b[i]:
             gradients[count + i] = sums[i].to(options[i].dtype)

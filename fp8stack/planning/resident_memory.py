@@ -100,9 +100,12 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
     codes, fp8 = 0, []
     for name, (module, own, key) in fp8_products(model).items():
-        if recipe is not None and key and not own.bf16_forward:
+        if recipe is None or not key:
+            continue
+        if not {"forward", "dgrad"}.intersection(own.in_bf16.split()):
             weight = module.get_parameter(key)
             codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
+        if "wgrad" not in own.in_bf16:
             fp8.append(name)
     for module in model.modules():
         copied = precision.autocast or isinstance(module, Bf16Layer)

@@ -36,7 +36,7 @@ from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.rows import BLOCK, WIDTH
 
 ARCHITECTURES = (80, 90)
-ALWAYS = ("rows16", "cols16", "rows_padded", "cols_padded")  # multiples of 16
+ALWAYS = ("rows16", "cols16", "rows64", "rows_padded", "cols_padded")  # multiples of 16
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
@@ -235,6 +235,20 @@ def rmsnorm_cases():
         yield label, dict.fromkeys(INPUTS, dtype), tile
 
 
+def by_row_cases():
+    """Yield the cases of a kernel that casts with a scale for each row: rows in registers, and longer ones."""
+    for dtype, whole, size in (
+        ("bf16", True, (2, 4096)),
+        ("bf16", False, (1, 8192)),
+        ("fp32", True, (1, 8192)),
+    ):
+        label = dtype + ("" if whole else ", long rows") + ", 8192" * (dtype == "fp32")
+        pointers = dict.fromkeys(INPUTS, dtype) | {"codes_ptr": "fp8e4nv"}
+        yield label, pointers, {
+            "MANTISSA": 3, "WHOLE": whole, "ROWS": size[0], "COLS": size[1], "ACTIVATION": "silu", "GATED": True,
+        }  # fmt: skip
+
+
 def wire_cases():
     for kind, dtype in (("values", "bf16"), ("codes", "u8")):
         codes = {"CODES": kind == "codes", "PACK": kind == "codes", "DIVIDE": True}
@@ -300,7 +314,7 @@ for cases, kernels in {
     matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
     parts_cases: "parts seed activation_parts",
     expert_cases: "expert_parts expert_cast", wire_cases: "pack reduce unpack",
-    rmsnorm_cases: "rmsnorm rmsnorm_backward",
+    rmsnorm_cases: "rmsnorm rmsnorm_backward", by_row_cases: "cast_rows activation_rows",
 }.items():  # fmt: skip
     CASES |= {f"_{name}_kernel": [*cases()] for name in kernels.split()}
 SIZES = {  # where its module says nothing else

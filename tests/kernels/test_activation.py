@@ -96,6 +96,25 @@ def test_values_are_those_of_the_formula_rounded_once(fmt, kind, device):
         assert ((values[:40, :72] - exact).abs() <= half_step * (1 + 1e-4) + cancelled).all()
 
 
+@KIND
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 130), (64, 128), (65, 70), (5, 8200), (0, 4)], ids=str)
+def test_by_rows_each_row_has_the_values_and_a_scale_of_its_own(kind, dtype, shape, kernel_device):
+    gate, up, _ = draw(shape, dtype)
+    up = up if kind[1] else None
+    here = [None if t is None else t.to(kernel_device) for t in (gate, up)]
+    codes, scale = triton.activation_cast_rows(*here, kind[0], E4M3)
+    expected = reference.activation_cast_rows(gate, up, kind[0], E4M3)
+    assert codes.shape == expected[0].shape
+    assert torch.allclose(scale.cpu(), expected[1], 2**-17, 0.0)
+    for i in range(shape[0]):
+        row = gate[i : i + 1], None if up is None else up[i : i + 1]
+        alone = reference.activation_cast(*row, kind[0], E4M3)
+        assert_same_bits(expected[0][i : i + 1], alone[0][:1])
+        assert_same_bits(expected[1][i], alone[1])
+        assert_nearly_the_same([codes[i : i + 1], scale[i]], [alone[0][:1], alone[1]], E4M3)
+
+
 @pytest.mark.parametrize(
     ("activation", "one"), [("silu", 0.928), ("gelu", 1.083), ("gelu_tanh", 1.083), ("relu", 1)]
 )

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same_bits
 
 from fp8stack.formats import E4M3
-from fp8stack.kernels import activation, cast, cast_blocks, cast_delayed, quantize
+from fp8stack.kernels import activation, cast, cast_blocks, cast_delayed, cast_rows, quantize
 from fp8stack.kernels.reference.delayed_state import SEEDED, DelayedState
 
 ROWS = 2**17 + 128  # of 2^14 elements
@@ -38,7 +38,9 @@ def swiglu(x):
 
 RUNS = {
     "quantize": quantized, "cast": lambda x: cast.cast(x, E4M3), "recast, kept": recast(0.98),
-    "recast, grown": recast(0.5), "cast_1x128": lambda x: cast_blocks.cast_1x128(x, E4M3),
+    "recast, grown": recast(0.5), "cast_rows": lambda x: cast_rows.cast_rows(x, E4M3)[:2],
+    "swiglu by rows": lambda x: activation.activation_cast_rows(x, x, "silu", E4M3),
+    "cast_1x128": lambda x: cast_blocks.cast_1x128(x, E4M3),
     "cast_128x128": lambda x: cast_blocks.cast_128x128(x, E4M3), "cast_delayed, young": delayed(0),
     "cast_delayed": delayed(SEEDED), "swiglu": swiglu,
 }  # fmt: skip

@@ -40,6 +40,8 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_cast_1x128_kernel", "e4m3, bf16"): (55.5, 26),
     ("_cast_128x128_kernel", "e4m3, bf16"): (23.5, 11),
     ("_cast_delayed_kernel", "e4m3, bf16"): (30, 12.9),
+    ("_cast_rows_kernel", "bf16"): (30, 13),
+    ("_activation_rows_kernel", "bf16"): (45, 22),
     ("_activation_cast_kernel", "forward, bf16"): (44.5, 21.5),
     ("_activation_cast_kernel", "backward, bf16"): (107, 49.7),
     ("_activation_cast_kernel", "forward, delayed, bf16"): (44.5, 22.5),
@@ -58,7 +60,8 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
 }
 CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
-    "_cast_delayed_kernel", "_activation_cast_kernel", "_expert_cast_kernel",
+    "_cast_delayed_kernel", "_cast_rows_kernel", "_activation_rows_kernel", "_activation_cast_kernel",
+    "_expert_cast_kernel",
     "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
 }  # fmt: skip

@@ -39,7 +39,7 @@ def sample_arguments(name, shape, device):
             yield x, "e4m3", True, True, None
             yield x.bfloat16(), "e5m2", True, False, x.abs().amax()
             yield x, "e4m3", False, True, None
-        case "cast_1x128":
+        case "cast_1x128" | "cast_rows":
             yield x, "e4m3"
         case "cast_128x128":
             yield x.reshape(-1, x.shape[-1]), "e4m3"
@@ -56,6 +56,14 @@ def sample_arguments(name, shape, device):
             for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
                 b, b_scale = cast(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
                 yield a, a_scale, b, b_scale, squares, torch.float32
+        case "matmul_rows":
+            a, a_scale, _ = ops.cast_rows(x, E4M3)
+            b, _, b_scale = ops.cast(torch.randn(40, x.shape[-1], device=device), E4M3)
+            yield a, a_scale, b, b_scale, torch.bfloat16, False
+        case "activation_cast_rows":
+            x = x.reshape(-1, x.shape[-1])
+            yield x, x + 1, "silu", "e4m3"
+            yield x, None, "gelu", "e4m3"
         case "activation_cast":
             x = x.reshape(-1, x.shape[-1])
             yield x, x + 1, "silu", "e4m3", [], False, False
@@ -100,6 +108,7 @@ INEXACT = (  # sums have an order, exponentials are the device's, and a state li
 )  # fmt: skip
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
+    "cast_rows", "matmul_rows", "activation_cast_rows",
     "activation_backward_cast", "expert_activation", "expert_activation_backward", "route", "take_rows", "sum_rows",
 )  # fmt: skip
 
@@ -114,10 +123,10 @@ OPERATORS = sorted(
 
 def test_all_operators_are_sampled_here():
     assert OPERATORS == [
-        "accumulate_blocks", "activation_backward_cast", "activation_cast",
-        "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "expert_activation", "expert_activation_backward", "matmul_blocks", "quantize_blocks", "recast", "route",
-        "sum_rows", "take_rows",
+        "accumulate_blocks", "activation_backward_cast", "activation_cast", "activation_cast_rows",
+        "cast", "cast_128x128", "cast_1x128", "cast_delayed", "cast_rows", "dequantize_blocks",
+        "expert_activation", "expert_activation_backward", "matmul_blocks", "matmul_rows", "quantize_blocks",
+        "recast", "route", "sum_rows", "take_rows",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name

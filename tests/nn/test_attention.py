@@ -607,7 +607,7 @@ def test_sizes_decide_about_in_and_out_projection(monkeypatch):
 
 
 def test_ranks_gather_no_weight_in_fp8_that_a_fast_path_reads():
-    model, _ = start(Tagger(decoder=True), "O0")
+    model, _ = start(Tagger(decoder=True), "O0", head="fp8")
     layer = model.decoder.layers[0]
     assert _weights(model) == {layer.linear1.weight, layer.linear2.weight, model.head.weight}
 

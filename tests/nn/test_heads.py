@@ -223,13 +223,12 @@ def test_a_head_in_bfloat16_is_said_stored_and_restored():
         assert_same_bits(value, state[key])
 
 
-def test_without_a_cast_in_forward_a_head_has_no_histories():
+def test_a_head_whose_forward_is_in_bfloat16_has_histories_of_input_and_gradient():
     model, optimizer = initialized(head="forward-bf16", recipe="delayed")
-    train(model, optimizer, 1)
+    train(model, optimizer, 2)
     assert isinstance(model.lm_head, Fp8Layer)
-    assert model.lm_head.products.fp8_recipe == "current"
-    assert "forward in bf16" in repr(model.lm_head)
-    assert {name.rpartition(".")[0].split(".")[0] for name in scaling_state(model)} == {"blocks"}
+    assert "delayed, in bf16: forward" in repr(model.lm_head)
+    assert scaling_state(model)["lm_head.casts"].tolist() == [1, 2]  # as any layer's
 
 
 def test_by_hand_the_record_says_which_products_are_left():

@@ -24,7 +24,7 @@ from fp8stack.nn.mixin import TESTED, Fused, take_off
 from fp8stack.nn.mlp import FusedMLP, fuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm
 
-RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed"])
+RECIPES = pytest.mark.parametrize("recipe", ["current", "tokenwise", "delayed"])
 NAMES = {
     "hf": ("gate_proj", "up_proj", "down_proj"),
     "other": ("w2", "w3", "w1"),

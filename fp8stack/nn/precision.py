@@ -1,0 +1,79 @@
+"""Which of a layer's three products are made in bfloat16.
+
+    y  = x @ w.T     forward
+    dx = dy @ w      dgrad
+    dw = dy.T @ x    wgrad
+
+The forward makes most of FP8's error in a gradient, and a few layers make most of the forward's (docs/numerics.md). So
+the options are, each overriding the ones before it for the layers that it is about:
+
+    wgrad          the weight's gradient of all layers
+    head           the layer that makes logits (`heads.py`)
+    first_last     the first and last blocks: the elements of the model's outermost ModuleLists
+    precision_for  layers by their names
+
+TransformerEngine makes all products of a layer alike: a layer that would be only partly in bfloat16 is wholly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fp8stack.errors import did_you_mean
+from fp8stack.levels import PRECISIONS, Recipe
+
+from .heads import HEAD, find_heads
+
+_ALL = PRECISIONS["bf16"]
+
+
+class Precision:
+    """The products in bfloat16 of each layer of a model, as the recipe says, before anything is known of the layers."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, compute: str) -> None:
+        self.idle: list[str] = []  # options without an effect
+        self.heads = set[nn.Module]() if recipe.head == "fp8" else find_heads(model)
+        self._default = PRECISIONS["wgrad-bf16" if recipe.wgrad == "bf16" else "fp8"]
+        self._own: dict[nn.Module, tuple[str, str]] = {}  # products, and the reason
+        self._whole = compute == "te"
+        head = PRECISIONS["forward-bf16" if recipe.head == "auto" else recipe.head]
+        head = " ".join(dict.fromkeys([*head.split(), *self._default.split()]))
+        for module in self.heads:
+            self._set(module, head, HEAD)
+        if recipe.first_last:
+            blocks = [[*each] for _, each in outermost_lists(model)]
+            n, told = recipe.first_last, f"first_last={recipe.first_last}"
+            for block in (block for each in blocks for block in (*each[:n], *each[-n:])):
+                self._set(block, _ALL, f"{told} leaves its block in bfloat16")
+            if not blocks:
+                self.idle.append(f"{told} has no effect: the model has no nn.ModuleList of blocks")
+        names = dict(model.named_modules(remove_duplicate=False))
+        for pattern, how in recipe.precision_for:
+            found = [m for name, m in names.items() if name and fnmatchcase(name, pattern)]
+            for module in found:
+                self._set(module, PRECISIONS[how], f'precision_for leaves "{pattern}" in bfloat16')
+            if not found:
+                meant = did_you_mean(pattern, names)
+                self.idle.append(
+                    f"precision_for[{pattern!r}] matches no module of the model.{meant}"
+                )
+
+    def of(self, module: nn.Module) -> tuple[str, str]:
+        """Return the products of a layer that are in bfloat16, with spaces between them, and why."""
+        products, reason = self._own.get(module, (self._default, ""))
+        return (_ALL if self._whole and products and reason else products), reason
+
+    def _set(self, module: nn.Module, products: str, reason: str) -> None:
+        self._own.update(dict.fromkeys(module.modules(), (products, reason)))
+
+
+def outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the ModuleLists of a model that are in no other, with their names."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield prefix + name, child
+        else:
+            yield from outermost_lists(child, f"{prefix}{name}.")

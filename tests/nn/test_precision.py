@@ -1,0 +1,217 @@
+"""Which products of a layer are in bfloat16: by wgrad, head, first_last and precision_for."""
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import COPIES, conv1d
+from torch import nn
+
+import fp8stack
+from fp8stack.comm.fsdp import _weights
+from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.levels import PRECISIONS, recipe_for
+from fp8stack.nn.convert import choose_layers
+from fp8stack.nn.linear import Bf16Layer, Fp8Layer, bf16_matmul
+from fp8stack.nn.mlp import fuse
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.q_proj, self.k_proj, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.q_proj(x)) * self.k_proj(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=5, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.end = nn.Linear(width, width)
+
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x)
+        return self.end(x)
+
+
+def started(level="O0", model=None, **options):
+    torch.manual_seed(0)
+    model = model or Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return fp8stack.initialize(
+        model, optimizer, level, compute="native", select="all", strict=True, **options
+    )
+
+
+def gradients(layer, x, gradient):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(gradient)
+    return {"forward": y, "dgrad": x.grad, "wgrad": layer.weight.grad, "bias": layer.bias.grad}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("turned", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("recipe", ["current", "tokenwise", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_product_is_bfloat16_s_or_fp8_s_bit_for_bit(precision, turned, recipe, dtype, device):
+    plain = nn.Sequential(conv1d(128, 256) if turned else nn.Linear(128, 256)).to(device, dtype)
+    x = torch.randn(3, 64, 128, device=device, dtype=dtype)
+    gradient = torch.randn(3, 64, 256, device=device, dtype=dtype)
+    made = []
+    for how in ("fp8", precision):
+        model = copy.deepcopy(plain)
+        options = {"fp8_recipe": recipe, "precision_for": {"0": how}, "select": "all"}
+        fp8stack.initialize(model, None, "O0", compute="native", **options)
+        made.append(gradients(model[0], x, gradient))
+    in_fp8, found = made
+    w = plain[0].weight.detach().t() if turned else plain[0].weight.detach()  # [out, in]
+    rows, grads = x.view(-1, 128), gradient.view(-1, 256)
+    dw = bf16_matmul(grads.t(), rows.t(), None, "")
+    in_bf16 = {
+        "forward": bf16_matmul(x, w, plain[0].bias.detach(), ""),
+        "dgrad": bf16_matmul(gradient, w.t(), None, ""),
+        "wgrad": bf16_matmul(rows.t(), grads.t(), None, "") if turned else dw,
+    }
+    asked = PRECISIONS[precision].split()
+    for name in PRODUCTS:
+        assert_same_bits(found[name], (in_bf16 if name in asked else in_fp8)[name], name)
+        assert (in_bf16[name] - in_fp8[name]).abs().max() > 0
+    if precision != "bf16":
+        assert_same_bits(found["bias"], in_fp8["bias"])
+
+
+def test_later_options_win_and_the_card_says_which():
+    model, _ = started(
+        wgrad="bf16",
+        first_last=1,
+        precision_for={
+            "*_proj": "forward-bf16",
+            "*.k_proj": "fp8",
+            "layers.0.down": "backward-bf16",
+        },
+    )
+    found = {n: m.products.in_bf16 for n, m in model.named_modules() if isinstance(m, Fp8Layer)}
+    in_bf16 = [n for n, m in model.named_modules() if isinstance(m, Bf16Layer)]
+    assert in_bf16 == ["layers.4.down"]
+    assert found["layers.0.down"] == "dgrad wgrad"
+    assert found["layers.2.down"] == found["end"] == "wgrad"
+    assert {found[f"layers.{i}.q_proj"] for i in range(5)} == {"forward"}
+    assert {found[f"layers.{i}.k_proj"] for i in range(5)} == {""}
+    report = str(fp8stack.get_report(model))
+    assert "5 × forward in bf16: layers.0.q_proj, ..." in report
+    assert "4 × wgrad in bf16: layers.1.down, ..." in report
+    assert fp8stack.get_report(model).outside == {
+        "layers.4.down.weight": "first_last=1 leaves its block in bfloat16"
+    }
+    assert "dgrad wgrad" in repr(model.layers[0].down)
+
+
+def test_ends_are_found_in_each_outermost_list():
+    model = nn.ModuleDict({"encoder": Model(4), "decoder": Model(3)})
+    fp8stack.initialize(model, None, "O0", first_last=1, select="all")
+    fp8 = {n for n, m in model.named_modules() if isinstance(m, Fp8Layer)}
+    blocks = {".".join(n.split(".")[:3]) for n in fp8 if "layers" in n}
+    assert blocks == {"encoder.layers.1", "encoder.layers.2", "decoder.layers.1"}
+    assert {"encoder.end", "decoder.end"} < fp8
+
+
+def test_attention_and_experts_are_left_whole():
+    model = nn.Sequential(nn.MultiheadAttention(64, 4))
+    x = torch.randn(40, 64)
+    found = []
+    for how in ("fp8", "forward-bf16", "bf16"):
+        twin = copy.deepcopy(model)
+        fp8stack.initialize(twin, None, "O0", select="all", precision_for={"*": how})
+        found.append(twin[0](x, x, x)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model[0](x, x, x)[0].float()
+    assert (found[0] - plain).abs().max() > 4 * (found[1] - plain).abs().max()
+    assert_same_bits(found[1], found[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"first_last": 2}, "first_last=2 has no effect: the model has no nn.ModuleList of blocks"),
+        (
+            {"precision_for": {"frst": "bf16"}},
+            "matches no module of the model. Did you mean .first",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(options, told):
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(64, 64))
+    with pytest.warns(Fp8StackWarning, match=told):
+        fp8stack.initialize(model, None, "O0", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"precision_for": {"*": "fp16"}}, "precision must be one of"),
+        ({"precision_for": ["*"]}, "it is a dict of patterns"),
+        ({"precision_for": 3}, "it is a dict of patterns"),
+        ({"first_last": -1}, "first_last=-1 must be an integer"),
+        (
+            {"wgrad": "bf16", "compute": "te"},
+            "TransformerEngine makes all products of a layer alike",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        recipe_for("O0", **options)
+
+
+def test_transformer_engine_leaves_layers_whole():
+    recipe = recipe_for("O0", precision_for={"*q_proj": "forward-bf16", "*.k_proj": "fp8"})
+    layers = choose_layers(Model(1), recipe, {}, set(), compute="te")
+    assert layers.in_bf16 == {"layers.0.q_proj": "forward dgrad wgrad"}
+    assert [name for name, _, _ in layers.gemm] == ["layers.0.k_proj", "layers.0.down", "end"]
+
+
+def test_ranks_send_in_fp8_what_only_fp8_products_read():
+    precisions = {"*q_proj": "forward-bf16", "*k_proj": "wgrad-bf16", "*down": "backward-bf16"}
+    model, _ = started(model=Model(1), precision_for=precisions)
+    assert _weights(model) == {model.layers[0].k_proj.weight, model.end.weight}
+
+
+def test_mlps_with_products_in_bfloat16_are_not_fused():
+    mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    for wgrad, fused in (("fp8", ["0"]), ("bf16", [])):
+        model = nn.Sequential(copy.deepcopy(mlp))
+        fp8stack.initialize(model, None, "O0", select="all", wgrad=wgrad)
+        assert fuse(model) == fused
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("recipe", ["tokenwise", "delayed"])
+def test_training_checkpoints_copies_and_graphs_go_on(level, recipe):
+    """A copy and a graph give the same bits; leaving the level gives plain layers."""
+    options = {"fp8_recipe": recipe, "precision_for": {"*q_proj": "forward-bf16"}, "wgrad": "bf16"}
+    model, optimizer = started(level, **options)
+    x = torch.randn(2, 32, 64)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    y = model(x)
+    for copied in COPIES.values():
+        twin = copied(model)
+        assert twin.layers[0].q_proj.products.in_bf16 == "forward"
+        # copies learn their scales anew, and hold weights with the bits of masters
+        if (level, recipe) == ("O0", "tokenwise"):
+            assert_same_bits(twin(x), y)
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(model, backend="aot_eager", fullgraph=True)(x), y)
+    model, _ = fp8stack.restore(model, optimizer)
+    assert {type(m) for m in model.modules()} == {Model, nn.ModuleList, Block, nn.Linear}
