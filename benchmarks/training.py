@@ -42,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -286,11 +286,10 @@ def report(records: list[Record], console: Console) -> None:
         console.print(table)
 
 
-def write_shards(options: argparse.Namespace) -> int:
-    """Train a tokenizer on the text and write the shards; return tokenize_data's exit status."""
+def train_tokenizer(texts: Iterable[str], file: Path) -> None:
+    """Write the tokenizer.json of a byte-level BPE of TOKENS, trained on these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    text = corpus.load(options.text, 1, sys.maxsize).train.numpy().tobytes()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -299,11 +298,17 @@ def write_shards(options: argparse.Namespace) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(split_text(text), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([SEPARATORS[0]])  # the last one, as in GPT-2's
+    tokenizer.save(str(file))
+
+
+def write_shards(options: argparse.Namespace) -> int:
+    """Train a tokenizer on the text and write the shards; return tokenize_data's exit status."""
+    text = corpus.load(options.text, 1, sys.maxsize).train.numpy().tobytes()
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/tokenizer.json"
-        tokenizer.save(file)
+        file = Path(folder, "tokenizer.json")
+        train_tokenizer(split_text(text), file)
         where = {"data": options.text, "encoding": file, "shards": options.shards}
         most = {"max-tokens": options.max_tokens, "val-tokens": options.val_tokens}
         return tokenize_data.main(as_flags(where | most))
