@@ -34,7 +34,6 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import re
 import subprocess
 import sys
@@ -101,9 +100,7 @@ class Document:
         return self.order % HELD_OUT == 0
 
 
-PACKAGES = [
-    Package(*line.split())
-    for line in """
+PINNED = """
 django 5.2.19 BSD-3-Clause sdist
 sympy 1.14.0 BSD-3-Clause sdist
 sphinx 9.0.4 BSD-2-Clause sdist
@@ -154,9 +151,8 @@ google-api-python-client 2.202.0 Apache-2.0
 plotly 7.1.0 MIT
 azure-cli 2.91.0 MIT
 pulumi-aws 7.51.1 Apache-2.0
-""".split("\n")
-    if line
-]
+"""  # name, version, licence, kind
+PACKAGES = [Package(*line.split()) for line in PINNED.strip().splitlines()]
 
 
 # --- from archives to documents
@@ -174,7 +170,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
         for entry in sorted(archive.getmembers(), key=lambda e: e.name):
             name = entry.name.partition("/")[2]  # without the folder of the version
             if entry.isfile() and is_wanted(name):
-                yield name, archive.extractfile(entry).read()  # type: ignore[union-attr]
+                yield name, archive.extractfile(entry).read()
 
 
 def is_wanted(name: str) -> bool:
@@ -192,7 +188,9 @@ def find_archive(wheels: Path, package: Package) -> Path:
     """
     start = re.sub(r"[-_.]+", "[-_.]", package.name) + f"-{re.escape(package.version)}"
     end = r"\.(tar\.gz|zip)" if package.kind == "sdist" else r"(\+\w+)?-.*\.whl"
-    found = [p for p in sorted(wheels.iterdir()) if re.fullmatch(start + end, p.name, re.IGNORECASE)]
+    found = [
+        p for p in sorted(wheels.iterdir()) if re.fullmatch(start + end, p.name, re.IGNORECASE)
+    ]
     if not found:
         raise SystemExit(
             f"{wheels}: holds no {package.kind} of {package.requirement}. Run `download` of package_text.py."
@@ -386,9 +384,10 @@ class Parts(io.RawIOBase):
             if not self.room:
                 self.finish()
                 self.paths.append(self.folder / f"{PARTS}.{len(self.paths):02d}")
-                self.file, self.room = open(self.paths[-1], "wb"), self.size
+                self.file = open(self.paths[-1], "wb")  # noqa: SIM115
+                self.room = self.size
             part, view = view[: self.room], view[self.room :]
-            self.file.write(part)  # type: ignore[union-attr]
+            self.file.write(part)
             self.room -= len(part)
         return written
 
@@ -415,9 +414,19 @@ def pack(options: argparse.Namespace) -> None:
         raise SystemExit(f"--packed {options.packed}: is not empty. Give another folder.")
     files = sorted(p for p in options.shards.iterdir() if p.is_file())
     # tokens are pairs of bytes
-    how = {"id": lzma.FILTER_LZMA2, "preset": options.preset, "lc": 2, "lp": 1, "pb": 1, "dict_size": 2**26}
+    how = {
+        "id": lzma.FILTER_LZMA2,
+        "preset": options.preset,
+        "lc": 2,
+        "lp": 1,
+        "pb": 1,
+        "dict_size": 2**26,
+    }
     parts = Parts(options.packed, options.part_bytes)
-    with lzma.open(parts, "wb", filters=[how]) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+    with (
+        lzma.open(parts, "wb", filters=[how]) as stream,
+        tarfile.open(fileobj=stream, mode="w|") as archive,
+    ):
         for path in files:
             entry = tarfile.TarInfo(path.name)  # without time and owner: the same bytes each time
             entry.size = path.stat().st_size
@@ -454,7 +463,10 @@ def unpack(options: argparse.Namespace) -> None:
     check(facts["parts"], options.packed)
     stream: Any = Joined([options.packed / name for name in sorted(facts["parts"])])
     with filling(options.shards) as folder:
-        with lzma.open(io.BufferedReader(stream)) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
+        with (
+            lzma.open(io.BufferedReader(stream)) as plain,
+            tarfile.open(fileobj=plain, mode="r|") as archive,
+        ):
             archive.extractall(folder, filter="data")
         check(facts["files"], folder)
     print(f"{options.shards}: {len(facts['files'])} files, as they were packed")
@@ -472,7 +484,7 @@ class Joined(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not (count := self.file.readinto(buffer)) and self.waiting:
             self.file.close()
-            self.file = open(self.waiting.pop(0), "rb")  # type: ignore[assignment]  # noqa: SIM115
+            self.file = open(self.waiting.pop(0), "rb")  # noqa: SIM115
         return count
 
 
@@ -486,7 +498,16 @@ def download(options: argparse.Namespace) -> None:
         except SystemExit:
             pass
         kind = "--no-binary" if package.kind == "sdist" else "--only-binary"
-        command = ["pip", "download", "--no-deps", kind, ":all:", "-d", str(options.wheels), package.requirement]
+        command = [
+            "pip",
+            "download",
+            "--no-deps",
+            kind,
+            ":all:",
+            "-d",
+            str(options.wheels),
+            package.requirement,
+        ]
         subprocess.run([sys.executable, "-m", *command], check=True)
 
 
@@ -500,10 +521,14 @@ def main(arguments: list[str] | None = None) -> int:
         for folder in needed:
             action.add_argument(f"--{folder}", type=Path, required=True, metavar="DIR")
         if name in ("download", "write"):
-            action.add_argument("--only", nargs="+", metavar="NAME", help="packages, all by default")
+            action.add_argument(
+                "--only", nargs="+", metavar="NAME", help="packages, all by default"
+            )
         if name == "write":
             action.add_argument("--max-tokens", type=int, default=105_000_000, help="(%(default)s)")
-            action.add_argument("--most", type=int, default=MOST, help="bytes of a package (%(default)s)")
+            action.add_argument(
+                "--most", type=int, default=MOST, help="bytes of a package (%(default)s)"
+            )
         if name == "pack":
             action.add_argument("--part-bytes", type=int, default=44 * 10**6, help="(%(default)s)")
             action.add_argument("--preset", type=int, default=6, help="of LZMA (%(default)s)")
@@ -511,7 +536,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.action in ("download", "write"):
         options.packages = [p for p in PACKAGES if not options.only or p.name in options.only]
         if not options.packages:
-            parser.error(f"--only {' '.join(options.only)}: none of {', '.join(p.name for p in PACKAGES)}")
+            parser.error(
+                f"--only {' '.join(options.only)}: none of {', '.join(p.name for p in PACKAGES)}"
+            )
     {"download": download, "write": write, "pack": pack, "unpack": unpack}[options.action](options)
     return 0
 
