@@ -15,8 +15,9 @@ was there before is cut, so licence headers, vendored copies and what generators
 loses half of itself so is left out. No package gives more than MOST bytes.
 
 One file in HELD_OUT goes to validation, by the CRC-32 of its name. As no long paragraph is there twice, none of
-validation's is in training; `source.json` says how many windows of WINDOW tokens are there all the same: those of short
-paragraphs in a row. Of the files for training those are taken, in the order of that CRC-32, that have --max-tokens.
+validation's is in training; and tokens of validation that stand in training all the same, WINDOW in a row and more, are
+cut: short paragraphs that follow each other. Of the files for training as many are taken as have --max-tokens, in the
+order of that CRC-32.
 
 Tokens are of the byte-level BPE that `training.py` trains, here on one file in SAMPLED; a token of its own ends each
 file. `pack` compresses the shards and cuts the stream into files of --part-bytes, with the SHA-256 of each and of what
@@ -294,20 +295,34 @@ def choose(documents: list[Document], sizes: list[int], most: int) -> list[bool]
     return taken
 
 
-def overlap(train: np.ndarray, held_out: np.ndarray, window: int = WINDOW) -> float:
-    """Return the share of windows for validation, side by side, that stand anywhere in the text for training.
+def without_shared(
+    train: np.ndarray, held_out: np.ndarray, window: int = WINDOW
+) -> tuple[np.ndarray, float]:
+    """Return validation without what stands in training, `window` tokens in a row and more; and what share that was.
 
-    window: tokens, a power of two. Windows are compared by 64-bit sums.
+    window: a power of two. Windows at all places are compared, by 64-bit sums.
     """
-    ours = hash_windows(held_out, window)[::window]
-    if not len(ours):
-        return 0.0
-    found = np.zeros(len(ours), bool)
-    step = 2**24
-    for first in range(0, len(train), step):
-        part = train[first : first + step + window - 1]
-        found |= np.isin(ours, hash_windows(part, window))
-    return float(found.mean())
+    left = held_out
+    while (shared := find_shared(train, left, window)).any():  # where a cut joins what is left, too
+        left = left[~shared]
+    return left, 1 - len(left) / max(len(held_out), 1)
+
+
+def find_shared(train: np.ndarray, held_out: np.ndarray, window: int) -> np.ndarray:
+    """Return [tokens of held_out], bool: which are in a window that stands anywhere in training."""
+    covered = np.zeros(len(held_out) + 1, np.int32)
+    if len(held_out) >= window:
+        ours = hash_windows(held_out, window)
+        found, high, step = np.zeros(len(ours), bool), np.uint64(64 - 24), 2**22
+        likely = np.zeros(2**24, bool)  # by the high bits, as to sort all windows takes minutes
+        likely[ours >> high] = True
+        for first in range(0, len(train), step):
+            theirs = hash_windows(train[first : first + step + window - 1], window)
+            found |= np.isin(ours, theirs[likely[theirs >> high]])
+        starts = np.flatnonzero(found)
+        np.add.at(covered, starts, 1)
+        np.add.at(covered, starts + window, -1)
+    return covered[:-1].cumsum() > 0
 
 
 def hash_windows(tokens: np.ndarray, window: int) -> np.ndarray:  # [tokens - window + 1], uint64
@@ -339,11 +354,12 @@ def write(options: argparse.Namespace) -> None:
         taken = choose(train, [len(a) for a in arrays], options.max_tokens)
         chosen = [a for a, t in zip(arrays, taken, strict=True) if t]
         kept = list(tokenize(held_out, encoding))
-        write_shards(chosen, folder, "train", sys.maxsize)
-        write_shards(kept, folder, "val", sys.maxsize)
+        whole = np.concatenate(chosen)
+        tail, cut = without_shared(whole, np.concatenate(kept))
+        write_shards([whole], folder, "train", sys.maxsize)
+        write_shards([tail], folder, "val", sys.maxsize)
         (folder / "meta.json").write_text(json.dumps({"encoding": file.name}) + "\n")
         trained = [d for d, t in zip(train, taken, strict=True) if t]
-        whole, tail = np.concatenate(chosen), np.concatenate(kept)
         facts = {
             "packages": {
                 p.requirement: {"licence": p.licence, "train": sum(
@@ -353,7 +369,7 @@ def write(options: argparse.Namespace) -> None:
             "train": {"documents": len(trained), "tokens": len(whole), "bytes": count_bytes(trained)},
             "validation": {"documents": len(held_out), "tokens": len(tail), "bytes": count_bytes(held_out)},
             "duplicate_share": seen.cut / seen.characters,
-            "windows_of_validation_in_training": overlap(whole, tail),
+            "cut_from_validation": cut,
             "sha256": {p.name: checksum(p) for p in sorted(folder.glob("*.bin"))},
         }  # fmt: skip
         (folder / "source.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -9,7 +9,7 @@ import zipfile
 import numpy as np
 import package_text
 import pytest
-from package_text import Document, Duplicates, Package, overlap
+from package_text import Document, Duplicates, Package, without_shared
 
 LICENCE = (
     "# Licensed under the Example License; you may not use this file except in its terms.\n" * 2
@@ -124,16 +124,21 @@ def test_documents_are_taken_by_their_hash_until_there_are_enough():
     assert {d.name for d, t in zip(documents, taken, strict=True) if t} == {d.name for d in first}
 
 
-def test_windows_that_stand_in_both_texts_are_found():
+def test_what_stands_in_both_texts_is_cut_from_validation():
     generator = np.random.default_rng(0)
     train = generator.integers(50_000, size=5000).astype(np.uint16)
     held_out = generator.integers(50_000, size=640).astype(np.uint16)
-    assert overlap(train, held_out) == 0
-    train[1003 : 1003 + 64] = held_out[128:192]  # anywhere
-    assert overlap(train, held_out) == 0.1
-    train[1003 + 63] ^= 1
-    assert overlap(train, held_out) == 0
-    assert overlap(train, held_out[:10]) == 0
+    assert without_shared(train, held_out)[1] == 0
+    train[1003 : 1003 + 70] = held_out[130:200]  # anywhere
+    left, share = without_shared(train, held_out)
+    assert left.tolist() == [*held_out[:130].tolist(), *held_out[200:].tolist()]
+    assert share == pytest.approx(70 / 640)
+    train[1003 + 35] ^= 1  # no 64 in a row are the same
+    assert len(without_shared(train, held_out)[0]) == 640
+    both = np.concatenate([held_out[:32], held_out[200:232]])  # which the first cut would join
+    train[0:64], train[1003 : 1003 + 168] = both, held_out[32:200]
+    assert without_shared(train, held_out)[0].tolist() == held_out[232:].tolist()
+    assert len(without_shared(train, held_out[:10])[0]) == 10
 
 
 def test_what_is_packed_comes_back_and_damage_is_refused(wheels, tmp_path, monkeypatch, capsys):
@@ -142,7 +147,7 @@ def test_what_is_packed_comes_back_and_damage_is_refused(wheels, tmp_path, monke
     shards, packed = tmp_path / "shards", tmp_path / "packed"
     assert package_text.main(["write", "--wheels", str(wheels), "--shards", str(shards)]) == 0
     facts = json.loads((shards / "source.json").read_text())
-    assert facts["windows_of_validation_in_training"] == 0
+    assert facts["cut_from_validation"] == 0
     assert facts["train"]["tokens"] * 2 == (shards / "train_000000.bin").stat().st_size
     assert {p["licence"] for p in facts["packages"].values()} == {"MIT", "Apache-2.0"}
     assert sum(p["train"] for p in facts["packages"].values()) == facts["train"]["tokens"]
