@@ -161,7 +161,8 @@ class Run:
             "micro-batch": size // 2 if self.level == "again" else size,
             "checkpoint-freq": steps if options.crossed else 0,
             "eval-freq": options.eval_freq, "eval-batches": options.eval_batches,
-            "eval-batch-size": min(4, size), "device": options.device, "out": options.runs,
+            # of the size in training: what is compiled has one
+            "eval-batch-size": size if options.compile else min(4, size), "device": options.device, "out": options.runs,
             "run-name": self.run_name(options), **{name: True for name, wanted in switches.items() if wanted},
         }  # fmt: skip
 
