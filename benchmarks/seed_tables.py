@@ -55,6 +55,8 @@ def crossed(records: list[Record]) -> list[str]:
         base = found.get(BASE, {})
         for name, runs in found.items():
             seeds = sorted(runs.keys() & base.keys())
+            if not seeds:
+                continue
             cells = [f"{title}, {name}", str(len(seeds))]
             means = {mode: [fmean(runs[s]["losses"][mode]) for s in seeds] for mode in MODES}
             theirs = [fmean(base[s]["losses"]["bf16"]) for s in seeds]

@@ -66,6 +66,7 @@ RECORDS = [
     record("O0", 0, 4.02, 4.04, 0.2), record("O0", 1, 4.1, 4.141, 0.0),
     record("O0", 0, 9.0, 9.0, 1.0, steps=100),  # of another run
     record("O0", 0, 9.0, 9.0, 1.0, deterministic=None),
+    record("O2", 2, 4.0, 4.0, 0.0),  # without a run in bf16 yet
 ]  # fmt: skip
 
 
