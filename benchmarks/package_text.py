@@ -513,13 +513,14 @@ def download(options: argparse.Namespace) -> None:
             continue
         except SystemExit:
             pass
+        # by name: what a source archive is built with comes as wheels
         kind = "--no-binary" if package.kind == "sdist" else "--only-binary"
         command = [
             "pip",
             "download",
             "--no-deps",
             kind,
-            ":all:",
+            package.name,
             "-d",
             str(options.wheels),
             package.requirement,
