@@ -32,7 +32,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -140,13 +140,14 @@ def documentation(path: Path) -> list[str]:
     return texts
 
 
-def find_documentation(part: Any) -> Iterator[str]:
+def find_documentation(part: Any, keys: Collection[str] = ("documentation",)) -> Iterator[str]:
+    """Yield the texts under these keys of JSON, at any depth of objects."""
     if isinstance(part, dict):
         for key, value in part.items():
-            if key == "documentation" and isinstance(value, str):
+            if key in keys and isinstance(value, str):
                 yield value
             else:
-                yield from find_documentation(value)
+                yield from find_documentation(value, keys)
 
 
 def windows_of(texts: list[str], tokenizer: Any, tokens: int, length: int) -> Tensor:

@@ -9,8 +9,8 @@ A document says where a table goes, with two comments on lines of their own; wha
     <!-- /table -->
 
 `record_tables.py` has most of them, `peer_tables.py` losses beside peers, `training_tables.py` whole steps and long
-runs, `stability_tables.py` short ones, `peaks.py` "estimates". Sentences around a table that repeat one of its numbers
-are not written from here.
+runs, `seed_tables.py` deterministic ones over seeds, `stability_tables.py` short ones, `peaks.py` "estimates".
+Sentences around a table that repeat one of its numbers are not written from here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from pathlib import Path
 import peaks
 import peer_tables
 import record_tables
+import seed_tables
 import stability_tables
 import training_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = record_tables.TABLES | peer_tables.TABLES | training_tables.TABLES
-TABLES |= stability_tables.TABLES | {"estimates": peaks.table}
+TABLES |= stability_tables.TABLES | seed_tables.TABLES | {"estimates": peaks.table}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BEGIN, END = "<!-- table:", "<!-- /table -->"
 PLACE = re.compile(rf"^({BEGIN} (\S+) -->)\n.*?^{END}$", re.S | re.M)

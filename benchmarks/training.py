@@ -4,6 +4,8 @@
     python benchmarks/training.py --shards DIR --model gpt2 llama-1b --seeds 0 1 2 --steps 1000 --gpus 0 1 2 3
     python benchmarks/training.py --shards DIR --levels off O2 --flag fp8-recipe=delayed --flag fuse=true
     python benchmarks/training.py --shards DIR --model tiny --levels off O2 --steps 6 --device cpu
+    python benchmarks/training.py --shards DIR --levels off O0 O2 --seeds 0 1 2 --steps 3200 --warmup 320 \
+        --deterministic --compile --crossed --missing --within 580      # over several calls of ten minutes each
 
 Each (model, level, seed) is one run of `examples/train_gpt.py`, in a process and on a GPU of its own; those of a model
 and seed have the same weights, data, batch and learning rate. "off" is plain PyTorch, recorded as "bf16": float32
@@ -15,6 +17,12 @@ added up in another order. How far it ends from "off" is what rounding alone doe
 the gap of a level says something about FP8 where it is larger. `--lr` and `--warmup` are for a calmer start, where the
 floor is high; over two seeds and more a gap has its standard error. Time and memory of "again" are those of its own
 micro-batch, and not compared.
+
+`--deterministic` is the application's: a run that is repeated is the same run to the last bit, so that what is left
+between two seeds is what a seed changes, and "again" what rounding does. `--crossed` keeps a run's last checkpoint,
+evaluates its weights in bf16 and in FP8 over all of the validation shards (`crossed.py`) into crossed.jsonl beside
+--output, and removes it. `--missing` leaves out the runs that have a record; with `--within SECONDS` none starts that
+would end later, by the longest so far. `steps-to-loss` and `crossed` of `seed_tables.py` show what comes of it.
 
 `--flag NAME=VALUE` is an option of the application for levels alone. Options that do not go together end this before
 any run starts.
@@ -42,13 +50,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import crossed
+import torch
 from common import ROOT, append_records
 from convergence import average
 from peaks import shape_of_gpt
@@ -135,17 +145,25 @@ class Run:
     def settings(self, options: argparse.Namespace) -> dict[str, Any]:
         """Return the application's options that are decided here."""
         batch, steps = MODELS[self.model], options.steps
+        size = options.batch or batch.size
+        switches = {
+            "deterministic": options.deterministic,
+            "compile": options.compile,
+            "overwrite": options.crossed,
+        }
         warmup = min(WARM_UP, max(1, steps // 2)) if options.warmup is None else options.warmup
         return {
             "model": self.model, "seed": self.seed, "opt-level": "off" if self.level in PLAIN else self.level,
             "compute": None if self.level in PLAIN else options.compute,
             "data": options.shards, "steps": steps, "seq-len": batch.seq,
             "max-lr": batch.lr if options.lr is None else options.lr, "warmup-steps": warmup,
-            "target-effective-batch-size": batch.size,
-            "micro-batch": batch.size // 2 if self.level == "again" else batch.size, "checkpoint-freq": 0,
+            "target-effective-batch-size": size,
+            "micro-batch": size // 2 if self.level == "again" else size,
+            "checkpoint-freq": steps if options.crossed else 0,
             "eval-freq": options.eval_freq, "eval-batches": options.eval_batches,
-            "eval-batch-size": min(4, batch.size), "device": options.device, "out": options.runs,
-            "run-name": self.run_name(options),
+            # of the size in training: what is compiled has one
+            "eval-batch-size": size if options.compile else min(4, size), "device": options.device, "out": options.runs,
+            "run-name": self.run_name(options), **{name: True for name, wanted in switches.items() if wanted},
         }  # fmt: skip
 
     def run_name(self, options: argparse.Namespace) -> str:
@@ -153,6 +171,9 @@ class Run:
         given = {
             f"lr{options.lr}": options.lr is not None,
             f"warmup{options.warmup}": options.warmup is not None,
+            f"batch{options.batch}": options.batch is not None,
+            "deterministic": options.deterministic,
+            "compiled": options.compile,
             "again": self.level == "again",
             options.compute: self.level in LEVELS and options.compute != "native",
         }
@@ -162,9 +183,13 @@ class Run:
 
 
 def as_flags(values: dict[str, Any]) -> list[str]:
-    """Return what is not None as a command line has it."""
+    """Return what is not None as a command line has it; True is a switch."""
     given = {name: value for name, value in values.items() if value is not None}
-    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    pairs = (
+        [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        for name, value in given.items()
+    )
+    return [text for pair in pairs for text in pair]
 
 
 def visible_gpus() -> list[str] | None:
@@ -202,15 +227,10 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     first = min(SKIPPED, len(steps) // 2)
     timed = [x for x in steps if x["step"] > first and x["step"] not in untimed] or steps
     expected = estimate(config, facts["architecture"]) if options.device == "cuda" else None
-    own = {name: config.to_dict()[name.replace("-", "_")] for name in run.own_flags(options)}
     return {
         "name": "training",
         "variant": run.variant,
-        "params": {
-            "model": run.model, "parameters": facts["parameters"], "batch": config.target_effective_batch_size,
-            "micro_batch": config.micro_batch, "seq": config.seq_len, "steps": config.steps, "lr": config.max_lr,
-            "warmup": config.warmup_steps, "seed": run.seed, "data": facts["data"], **({"flags": own} if own else {}),
-        },
+        "params": {**params_of(run, options), "parameters": facts["parameters"], "data": facts["data"]},
         "metric": "validation_loss",
         "value": validation[-1][1],
         "unit": "nats/token",
@@ -227,6 +247,45 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     }  # fmt: skip
 
 
+def params_of(run: Run, options: argparse.Namespace) -> Record:
+    """Return a record's parameters, without those that only a run knows."""
+    config = run.config(options)
+    own = {name: config.to_dict()[name.replace("-", "_")] for name in run.own_flags(options)}
+    return {
+        "model": run.model, "batch": config.target_effective_batch_size, "micro_batch": config.micro_batch,
+        "seq": config.seq_len, "steps": config.steps, "lr": config.max_lr, "warmup": config.warmup_steps,
+        "seed": run.seed, **({"flags": own} if own else {}),
+        **{name: True for name in ("deterministic", "compile") if getattr(options, name)},
+    }  # fmt: skip
+
+
+def is_recorded(run: Run, options: argparse.Namespace) -> bool:
+    """Return whether the output has a record of a run with these settings over shards of this name."""
+    lines = options.output.read_text().splitlines() if options.output.exists() else []
+    own = {**params_of(run, options), "data": options.shards.name}
+    compute = None if run.level in PLAIN else options.compute
+    return any(
+        (r["variant"], r["compute"]) == (run.variant, compute)
+        and {k: v for k, v in r["params"].items() if k != "parameters"} == own
+        for r in map(json.loads, lines)
+    )
+
+
+def cross(run: Run, gpu: int, record: Record, options: argparse.Namespace) -> None:
+    """Evaluate the weights of a run that ended in bf16 and in FP8, record that, and remove them."""
+    device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", gpu)
+    # bf16's weights too are evaluated in what levels are trained with
+    level = Run(run.model, run.seed, next(iter(LEVELS))).config(options)
+    fp8 = {k: v for k, v in level.fp8_options()[1].items() if k != "states"}
+    found = crossed.evaluate(run.folder(options), device, fp8)
+    kept = {name: record[name] for name in ("variant", "params", "precision", "compute")}
+    append_records(
+        options.output.with_name("crossed.jsonl"),
+        [{"name": "crossed", **kept, "fp8": fp8, **found}],
+    )
+    crossed.forget(run.folder(options))
+
+
 def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
     """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig.
 
@@ -239,7 +298,7 @@ def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
         micro,
         batch.seq,
         checkpointing=config.checkpointing,
-        accumulate=micro < batch.size,
+        accumulate=micro < config.target_effective_batch_size,
         compile=config.compile,
     )
     recipe = config.recipe()
@@ -247,19 +306,29 @@ def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
     return planning.estimate(shape_of_gpt(model, batch.seq), precision, setup)
 
 
-def run_all(runs: list[Run], options: argparse.Namespace) -> Iterator[tuple[Run, float, int]]:
-    """Run one at a time on each GPU; yield those that ended, with seconds and exit status. Leaves none running."""
-    waiting, running = list(runs), {}
+def run_all(runs: list[Run], options: argparse.Namespace) -> Iterator[tuple[Run, int, float, int]]:
+    """Run one at a time on each GPU; yield those that ended, with GPU, seconds and exit status. Leaves none running.
+
+    With --within those that would end too late stay in `runs`; of the others it has none at the end.
+    """
+    waiting, running = runs, {}
+    first, longest = time.perf_counter(), 0.0
     try:
         while waiting or running:
-            for gpu in options.gpus:
+            late = options.within and time.perf_counter() - first + longest > options.within
+            if late and not running:
+                return
+            for gpu in [] if late else options.gpus:
                 if waiting and gpu not in running:
                     run = waiting.pop(0)
                     running[gpu] = run, time.perf_counter(), start(run, gpu, options)
             for gpu, (run, began, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[gpu]
-                    yield run, time.perf_counter() - began, process.returncode
+                    yield run, gpu, time.perf_counter() - began, process.returncode
+                    longest = max(
+                        longest, time.perf_counter() - began
+                    )  # with what was done with it
             time.sleep(0.1)
     finally:
         for _, _, process in running.values():
@@ -286,11 +355,10 @@ def report(records: list[Record], console: Console) -> None:
         console.print(table)
 
 
-def write_shards(options: argparse.Namespace) -> int:
-    """Train a tokenizer on the text and write the shards; return tokenize_data's exit status."""
+def train_tokenizer(texts: Iterable[str], file: Path) -> None:
+    """Write the tokenizer.json of a byte-level BPE of TOKENS, trained on these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    text = corpus.load(options.text, 1, sys.maxsize).train.numpy().tobytes()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -299,11 +367,17 @@ def write_shards(options: argparse.Namespace) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(split_text(text), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([SEPARATORS[0]])  # the last one, as in GPT-2's
+    tokenizer.save(str(file))
+
+
+def write_shards(options: argparse.Namespace) -> int:
+    """Train a tokenizer on the text and write the shards; return tokenize_data's exit status."""
+    text = corpus.load(options.text, 1, sys.maxsize).train.numpy().tobytes()
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/tokenizer.json"
-        tokenizer.save(file)
+        file = Path(folder, "tokenizer.json")
+        train_tokenizer(split_text(text), file)
         where = {"data": options.text, "encoding": file, "shards": options.shards}
         most = {"max-tokens": options.max_tokens, "val-tokens": options.val_tokens}
         return tokenize_data.main(as_flags(where | most))
@@ -322,12 +396,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--compute", choices=("native", "te"), default="native", help="what multiplies at levels")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--steps", type=int, default=1000)
+    add("--batch", type=int, metavar="N", help="sequences in a step, instead of the model's")
     add("--lr", type=float, help="highest learning rate, instead of the model's")
     add("--warmup", type=int, metavar="STEPS", help=f"of the learning rate; by default {WARM_UP}")
     add("--flag", action="append", type=read_flag, default=[], metavar="NAME=VALUE",
         help="an option of train_gpt.py for levels, such as fp8-recipe=delayed, fuse=true; repeatable")  # fmt: skip
     add("--eval-freq", type=int, default=100, help="steps between evaluations")
     add("--eval-batches", type=int, default=32)
+    add("--deterministic", action="store_true", help="a run that is repeated has the same bits")
+    add("--compile", action="store_true", help="torch.compile, of plain PyTorch too")
+    add("--crossed", action="store_true", help="evaluate the weights in bf16 and in FP8")
+    add("--missing", action="store_true", help="leave out runs that have a record")
+    add("--within", type=float, metavar="SECONDS", help="start no run that would end later")
     add("--gpus", nargs="+", type=int, default=[0], help="of those visible; one run at a time each")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--runs", type=Path, default=ROOT / "runs" / "training", help="folder of the runs")
@@ -380,23 +460,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.text:
         return write_shards(options)
-    runs = all_runs(options)
+    runs = [r for r in all_runs(options) if not (options.missing and is_recorded(r, options))]
     records, failed, interrupted = [], [], False
     try:
-        for run, seconds, status in run_all(runs, options):
+        for run, gpu, seconds, status in run_all(runs, options):
             record = {"value": None} if status else to_record(run, seconds, options)
             if record["value"] is None:
                 output = run.folder(options).with_suffix(".log").read_text(errors="replace")
                 print(f"{run.name}: failed ({status}):\n{output[-2000:]}", file=sys.stderr)
                 failed.append(run.name)
                 continue
+            if options.crossed:
+                cross(run, gpu, record, options)
             append_records(options.output, [record])
             records.append(record)
             print(f"{run.name}: {record['value']:.4f}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         interrupted = True
     report(records, Console(width=None if sys.stdout.isatty() else 120))
-    print(json.dumps({"failed": failed}))
+    print(json.dumps({"failed": failed, **({"left": [r.name for r in runs]} if runs else {})}))
     return 130 if interrupted else int(bool(failed))  # 130: as of shells
 
 

@@ -195,19 +195,21 @@ def attention() -> list[str]:
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
+ONE_ORDER = {"deterministic": True}
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
 # titles and settings of runs that are shown beside those, never in their place
 BESIDE: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
         "at 6e-4": {"lr": 6e-4, "data": "python-17m"},
         "at 6e-4 on another text": {"lr": 6e-4, "data": "python-tts"},
+        "with `--deterministic`": ONE_ORDER,
     },
     "llama-1b": {
         "on another text": {"data": "python-16m"},
         "at 3e-4": {"lr": 3e-4, "data": "python-tts2"},
     },
 }
-SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
+SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data", "deterministic", "compile")
 DELAYED = {"fp8-recipe": "delayed"}
 FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain ones
     "head in bf16": {"skip": ["head"]},

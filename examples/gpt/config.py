@@ -32,6 +32,7 @@ SCALING = (
     "amax_history_len",
     "amax_compute_algo",
     "fp8_fast_accum",
+    "head",
 )
 OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
 LEVEL = ("opt_level", "use_fp8")
@@ -109,6 +110,9 @@ class Config:
         (), "layers to leave as they are, by name or pattern, as head or 'blocks.0.*'"
     )
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
+    head: str | None = option(
+        None, "how what makes logits multiplies; by default the level's", choices=CHOICES["head"]
+    )
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )

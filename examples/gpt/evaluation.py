@@ -67,10 +67,13 @@ def validation_loss(
 def write_sample(
     model: GPT, data: Data, seed: int, device: torch.device, autocast: Autocast
 ) -> str:
-    """Return what the model makes of PROMPT: the same text for the same weights."""
+    """Return what the model makes of PROMPT: the same text for the same weights. A compiled model runs eagerly here.
+
+    Each length of a text would be compiled, which takes longer than a text that grows.
+    """
     generator = torch.Generator().manual_seed(seed)
     prompt = data.encode(PROMPT).to(device)
-    with autocast():
+    with autocast(), torch.compiler.set_stance("force_eager"):
         tokens = model.generate(prompt, SAMPLE_TOKENS, generator)
     return data.decode(tokens)
 

@@ -15,6 +15,7 @@ import convergence
 import ddp_step
 import end_to_end
 import frameworks
+import gradient_noise
 import gradients
 import linear
 import lora
@@ -112,6 +113,10 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     ),
     end_to_end: (["--steps", "1"], ["bf16", "O2", "O2 fused"]),
     frameworks: (["--steps", "2"], ["fsdp2 bf16", "fsdp2 O2 native"]),
+    gradient_noise: (
+        ["--tokens", "128", "--window", "16", "--batch", "2"],
+        ["bf16", "current", "current, head out", "blockwise"],
+    ),
     gradients: (["--steps", "0"], ["bf16", "native current", "native delayed", "native blockwise"]),
     linear: (["--iterations", "10", "--bursts", "1"], ["bf16", linear.NATIVE]),
     lora: (["--steps", "2"], ["bf16", "O2, frozen fp8", "bitsandbytes 8bit"]),
@@ -147,6 +152,12 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     ddp_step: [("gradient_bytes_per_parameter", 1.03, 3.2)],
     end_to_end: [("resident.total", 6, 16.1)],
     frameworks: [("state_bytes_per_parameter", 3, 8.1)],
+    gradient_noise: [
+        ("value", 1e-9, 0.2),
+        ("kinds.all.cosine", 0.98, 1),
+        ("kinds.head.of_gradient", 1e-9, 0.15),
+        ("kinds.down.steady", 0, 0.1),
+    ],
     gradients: [("off", 1e-9, 0.15), ("along", 0.9, 1.1), ("loss_gap", -0.01, 0.01)],
     memory: [("value", 1, 1)],
     optimizer_accuracy: [("value", 0, 0.1)],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,49 @@ def test_records_are_of_runs_that_ended_well(given, tmp_path, capsys, monkeypatc
     name = "tiny-seed0-lr0.001-warmup2-fp8-recipe-delayed-fuse-true-fp8-o2"
     told = json.loads((tmp_path / "runs" / name / "run.json").read_text())["config"]
     assert (told["fp8_recipe"], told["fuse"], told["max_lr"]) == ("delayed", True, 1e-3)
+
+
+@pytest.mark.slow
+def test_deterministic_runs_repeat_and_their_weights_are_evaluated_both_ways(
+    given, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(training, "subprocess", SimpleNamespace(Popen=run_here, STDOUT=None))
+    given += ["--model", "tiny", "--levels", "off", "O2", "--steps", "4", "--eval-freq", "2"]
+    given += ["--eval-batches", "100", "--deterministic", "--crossed", "--missing"]
+    assert training.main(given) == 0
+    records = read(tmp_path / "records.jsonl")
+    assert training.main([*given, "--output", str(tmp_path / "again" / "records.jsonl")]) == 0
+    again = read(tmp_path / "again" / "records.jsonl")
+    for field in ("validation", "train_loss_per_25_steps", "value"):
+        assert [r[field] for r in records] == [r[field] for r in again]
+    assert records[0]["params"]["deterministic"] is True
+    crossed = read(tmp_path / "crossed.jsonl")
+    assert [r["losses"] for r in crossed] == [
+        r["losses"] for r in read(tmp_path / "again" / "crossed.jsonl")
+    ]
+    for trained, found in zip(records, crossed, strict=True):
+        assert (found["variant"], found["params"]) == (trained["variant"], trained["params"])
+        assert set(found["losses"]) == {"bf16", "FP8"}
+        assert len(found["losses"]["bf16"]) == min(found["windows"], 128)
+        assert fmean(found["losses"]["bf16"]) == pytest.approx(found["value"], rel=1e-4)
+        assert found["value_fp8"] == pytest.approx(found["value"], rel=0.02)
+        assert found["value_fp8"] != found["value"]
+    # what a run evaluates itself: in bf16, and in FP8 from O2's 16 bits of a weight
+    assert crossed[0]["value"] == pytest.approx(records[0]["value"], abs=2e-5)
+    assert crossed[1]["value_fp8"] == pytest.approx(records[1]["value"], rel=1e-3)
+    assert not list((tmp_path / "runs").glob("*/checkpoints*/step_*"))  # no weights stay
+    capsys.readouterr()
+    assert training.main(given) == 0  # all have a record
+    assert capsys.readouterr().out.endswith('{"failed": []}\n')
+    assert len(read(tmp_path / "records.jsonl")) == 2
+    assert training.main([*given, "--seeds", "1", "--within", "0.001"]) == 0
+    assert '{"failed": [], "left": ["tiny, O2, seed 1"]}' in capsys.readouterr().out
+    assert [r["params"]["seed"] for r in read(tmp_path / "records.jsonl")] == [0, 0, 1]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow

@@ -115,6 +115,16 @@ def test_a_name_is_what_is_written_also_where_yaml_reads_a_number(write, name):
     assert parse(write(f"run_name: &name {name}\nskip: *name")).skip == (name,)
 
 
+def test_the_head_is_the_level_s_own_unless_a_flag_says_otherwise(write):
+    assert parse(write("opt_level: O0")).fp8_options() == ("O0", {})
+    assert parse([*write("opt_level: O0"), "--head", "fp8"]).fp8_options() == (
+        "O0",
+        {"head": "fp8"},
+    )
+    with pytest.raises(ConfigError, match="--head bf16 is of FP8"):
+        parse([*write("opt_level: off"), "--head", "bf16"])
+
+
 def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
     file = write("opt_level: O1\nfp8_recipe: delayed\nfp8_margin: 2\nsteps: 9\nskip: [head]")
     given = {"fp8_recipe": "delayed", "fp8_margin": 2, "skip": ["head"]}

@@ -1,14 +1,17 @@
 """Validation and HellaSwag: numbers that depend on the weights and the texts, not on how they are cut or written."""
 
+import contextlib
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from gpt import evaluation
 from gpt.evaluation import Question
+from gpt.model import GPT, SIZES
 from gpt.windows import spaced_batches
 from torch import nn
 
@@ -85,3 +88,18 @@ def test_questions_that_are_no_texts_are_refused_before_the_run(line, tmp_path):
     path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
     with pytest.raises(ConfigError, match="line 2 is not an object with"):
         evaluation.read_questions(path)
+
+
+def test_a_sample_compiles_nothing():
+    model, compiled = GPT(SIZES["tiny"]), []
+    model.materialize(CPU)
+    data = SimpleNamespace(encode=encode, decode=lambda tokens: len(tokens))
+    written = evaluation.write_sample(model, data, 0, CPU, contextlib.nullcontext)
+    assert written == len(evaluation.PROMPT) + evaluation.SAMPLE_TOKENS
+    model.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    evaluation.write_sample(model, data, 0, CPU, contextlib.nullcontext)
+    assert compiled == []
+    with torch.no_grad():
+        model(encode("text")[None])
+    assert len(compiled) > 0
+    torch.compiler.reset()

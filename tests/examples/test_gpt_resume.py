@@ -116,6 +116,43 @@ def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, 
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.usefixtures("order_restored")
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cpu", {"opt_level": "off"}),
+        ("cpu", {"opt_level": "O2"}),
+        *(
+            pytest.param("cuda", {"opt_level": level, **more}, marks=pytest.mark.gpu)
+            for level in ("off", "O0", "O2")
+            for more in ({}, {"compile": True}, {"fp8_recipe": "blockwise"})
+            if level != "off" or "fp8_recipe" not in more
+        ),
+    ],
+)
+def test_a_repeated_run_has_the_same_losses_and_weights(tmp_path, device, options):
+    """In one order, and from the first step: nothing is resumed."""
+    text = write_text(tmp_path)
+    if device == "cuda":
+        text.write_text(40 * text.read_text())
+        options = {
+            "model": "gpt2", "seq_len": 1024, "target_effective_batch_size": 8, "micro_batch": 8,
+            "steps": 12, **options,
+        }  # fmt: skip
+    options = {"device": device, "deterministic": True, "checkpoint_freq": 0, **options}
+    ends = []
+    for name in ("first", "second"):
+        torch.manual_seed(len(name))  # what a run does not depend on
+        trainer = Trainer(configure(tmp_path, run_name=name, **options))
+        losses = trainer.run()
+        ends.append((losses, [p.detach().clone() for p in trainer.model.parameters()]))
+        torch.compiler.reset()  # as in another process
+    (losses, weights), (again, others) = ends
+    assert losses == again
+    assert losses[-1] < losses[0]
+    assert all(map(torch.equal, weights, others))
+
+
 def test_levels_and_fused_layers_change_within_a_run(folder, monkeypatch):
     was = {
         "off": {"opt_level": "off"}, "O0": {"opt_level": "O0"}, "O1": {"opt_level": "O1"}, "O2": {"opt_level": "O2"},

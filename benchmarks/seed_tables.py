@@ -1,0 +1,127 @@
+"""The tables of deterministic runs over seeds: 2 × 2, and steps to an equal loss; see `tables.py`.
+
+A level is compared with bf16 of the same seed: the same first weights and batches. As such runs repeat to the last bit,
+what differs is what the level does, and "another seed" is what a seed alone does: how far bf16's runs lie apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean, stdev
+
+from intervals import extra_steps, over_seeds, over_text
+from record_tables import RESULTS, Record, lines, percent, read
+from training_tables import BASE, LONG_RUNS, SETTINGS
+
+MODES = ("bf16", "FP8")  # of an evaluation
+Runs = dict[str, dict[int, Record]]  # the last record of each variant and seed
+
+
+def within(value: tuple[float, float | None]) -> str:
+    """Return a mean and its interval, of fractions, in percent."""
+    mean, half = value
+    return percent(mean) + ("" if half is None else f" ± {100 * half:.2f}") + " %"
+
+
+def named(record: Record) -> str:
+    """Return what tells a level's runs from others of the level."""
+    flags = record["params"].get("flags") or {}
+    made_by = {"TransformerEngine"} if record["compute"] == "te" else set()
+    return ", ".join(
+        [record["variant"], *sorted(made_by), *(f"`{k}={v}`" for k, v in flags.items())]
+    )
+
+
+def by_name(records: Iterable[Record]) -> Runs:
+    found: Runs = {}
+    for r in records:
+        found.setdefault(named(r), {})[r["params"]["seed"]] = r
+    return found
+
+
+def comparable(records: Iterable[Record], model: str) -> Runs:
+    """Return the deterministic runs of a model with the settings of its last one in bf16; {} without one in bf16."""
+    own = [r for r in records if r["params"].get("deterministic") and r["params"]["model"] == model]
+    settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
+    base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
+    return by_name(r for s, r in zip(settings, own, strict=True) if s in base[-1:])
+
+
+def crossed(records: list[Record]) -> list[str]:
+    """Return a row for each precision of training: losses evaluated both ways, and how far off bf16 of that seed."""
+    rows: list[tuple[str, ...]] = []
+    for model, title in LONG_RUNS.items():
+        found = comparable(records, model)
+        base = found.get(BASE, {})
+        for name, runs in found.items():
+            seeds = sorted(runs.keys() & base.keys())
+            if not seeds:
+                continue
+            cells = [f"{title}, {name}", str(len(seeds))]
+            means = {mode: [fmean(runs[s]["losses"][mode]) for s in seeds] for mode in MODES}
+            theirs = [fmean(base[s]["losses"]["bf16"]) for s in seeds]
+            for mode in MODES:
+                gaps = [own / other - 1 for own, other in zip(means[mode], theirs, strict=True)]
+                is_base = name == BASE and mode == "bf16"
+                cells += [f"{fmean(means[mode]):.4f}", "" if is_base else within(over_seeds(gaps))]
+            texts = [text_noise(runs[s], base[s], mode) for s in seeds for mode in MODES]
+            cells.append(f"{100 * max(texts):.2f} %")
+            rows.append(tuple(cells))
+        if len(base) > 1:
+            losses = [fmean(r["losses"]["bf16"]) for r in base.values()]
+            apart, deviation = (
+                (max(losses) - min(losses)) / fmean(losses),
+                stdev(losses) / fmean(losses),
+            )
+            note = f"{100 * apart:.2f} % apart, standard deviation {100 * deviation:.2f} %"
+            rows.append((f"{title}, another seed", str(len(base)), "", note, "", "", ""))
+    heads = (
+        "trained in",
+        "seeds",
+        "evaluated in bf16",
+        "off",
+        "in FP8",
+        "off",
+        "of which the text, at most ±",
+    )
+    return lines(heads, rows)
+
+
+def text_noise(run: Record, base: Record, mode: str) -> float:
+    """Return half the 95 % interval of a run's difference to bf16 over pieces of the same text, of bf16's loss."""
+    own, theirs = run["losses"][mode], base["losses"]["bf16"]
+    return over_text([a - b for a, b in zip(own, theirs, strict=True)]) / fmean(theirs)
+
+
+def steps_to_loss(records: list[Record]) -> list[str]:
+    """Return by how much more steps a level took to a validation loss that bf16 of the same seed has reached too."""
+    rows = []
+    for model, title in LONG_RUNS.items():
+        found = comparable(records, model)
+        base = found.get(BASE, {})
+        for name, runs in found.items():
+            seeds = sorted(runs.keys() & base.keys())
+            if name == BASE or not seeds:
+                continue
+            more = [extra_steps(runs[s]["validation"], base[s]["validation"]) for s in seeds]
+            each = ", ".join(f"{percent(share)} %" for share in more)
+            rows.append((f"{title}, {name}", str(len(seeds)), within(over_seeds(more)), each))
+        seeds = sorted(base)
+        if len(seeds) > 1:
+            curves = [base[s]["validation"] for s in seeds]
+            apart = [extra_steps(a, b) for i, a in enumerate(curves) for b in curves[:i]]
+            rows.append(
+                (
+                    f"{title}, another seed",
+                    str(len(seeds)),
+                    "",
+                    ", ".join(f"{percent(x)} %" for x in apart),
+                )
+            )
+    return lines(("", "seeds", "more steps than bf16", "seed by seed"), rows)
+
+
+TABLES = {}
+if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
+    TABLES["crossed"] = lambda: crossed(read("crossed"))
+    TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
