@@ -33,7 +33,7 @@ SCALING = (
     "amax_compute_algo",
     "fp8_fast_accum",
 )
-OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
+OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip", "bf16_last")
 LEVEL = ("opt_level", "use_fp8")
 STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -109,6 +109,9 @@ class Config:
         (), "layers to leave as they are, by name or pattern, as head or 'blocks.0.*'"
     )
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
+    bf16_last: float = option(
+        0.0, "share of --steps, the last ones, whose products are in bf16", least=0, most=1
+    )
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )
@@ -243,11 +246,21 @@ class Config:
                     "of the two."
                 )
 
+    @property
+    def first_bf16_step(self) -> int:
+        """Return from which step on, counted from 0, --bf16-last has products in bfloat16."""
+        return self.steps - round(self.bf16_last * self.steps)
+
     def _check_skip(self) -> None:
         """Raise ConfigError for patterns that name TransformerEngine's blocks or parts: those multiply as a whole."""
         parts = "", ".attention_in", ".output", ".feed_forward"
         names = [f"blocks.{i}{part}" for i in range(SIZES[self.model].layers) for part in parts]
         found = [p for p in self.skip if any(fnmatchcase(name, p) for name in names)]
+        if self.blocks == "te" and self.bf16_last:
+            raise ConfigError(
+                "--bf16-last is for layers of fp8stack's; TransformerEngine's blocks (--blocks te) multiply by "
+                "themselves. Leave one of the two out."
+            )
         if self.blocks == "te" and found:
             raise ConfigError(
                 f"--skip {found[0]} names layers of TransformerEngine's blocks (--blocks te), which are taken as "

@@ -150,6 +150,7 @@ class Products:
     graphed = False  # launched in a CUDA graph of its block: block_graphs.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
+    finished = False  # made in bfloat16 from now on: finishing.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
     # Layers that read this one's input in bfloat16, if it is the first: those that there are copies for, those that
     # were counted since, and how many steps in a row it was alone: narrow.py

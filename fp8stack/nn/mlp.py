@@ -91,6 +91,7 @@ def _can_join(layers: list[Any]) -> bool:
         and layer.products.fp8_recipe in ("current", "delayed")
         and layer.products.formats.x is E4M3
         and not layer.products.bf16_forward
+        and not layer.products.finished
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or layer.products.probe is None)
         for layer in layers
