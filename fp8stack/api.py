@@ -34,6 +34,7 @@ from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.coverage import KEPT, bare_modules, count, listed
+from .nn.deferred_logits import fuse_loss, models_to_fuse
 from .nn.finishing import finish_products
 from .nn.frozen import FrozenWeight, can_swap
 from .nn.matmuls import apply_matmuls
@@ -160,6 +161,11 @@ def decide(
         fallbacks.append(
             f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
         )
+    if recipe.fuse_loss and not models_to_fuse(model):
+        told = "no causal language model of transformers with a layer as its head"
+        fallbacks.append(
+            f"fuse_loss=True has no effect: {told}. Call fp8stack.linear_cross_entropy in your own model"
+        )
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -209,6 +215,8 @@ def carry_out(
     _MODELS.add(model)
     if decisions.fuse:
         session.report.fused = fuse(model, decisions.skipped)
+    if recipe.fuse_loss:
+        session.report.fused_losses = fuse_loss(model)
     # last, as a fused MLP has one rule for its layers
     session.report.selected = selected_layers(model)
     return session

@@ -81,6 +81,9 @@ class Config:
     blocks: str = option("plain", "te: TransformerEngine's", choices=models.CHOICES["blocks"])
     checkpointing: bool = option(False, "compute each block again in backward, to save memory")
     compile: bool = option(False, "torch.compile the model")
+    fuse_loss: bool = option(
+        False, "head and loss in one, in chunks of rows, without the logits in memory"
+    )
     hellaswag: Path | None = option(None, "JSONL file of HellaSwag")  # noqa: RUF009
 
     # --- precision
@@ -288,6 +291,7 @@ class Config:
                 attention=self.attention,
                 blocks=self.blocks,
                 checkpointing=self.checkpointing,
+                fuse_loss=self.fuse_loss,
                 fp8=self.recipe() if in_te else None,
                 **given,
             )

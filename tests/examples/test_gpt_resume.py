@@ -30,7 +30,8 @@ from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 OPTIONS = [
     {"opt_level": "off"}, {"opt_level": "O0"}, {"opt_level": "O1"}, {"opt_level": "O2"},
     {"opt_level": "O2", "optimizer_bits": 4}, {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
-    {"opt_level": "O2", "fuse": True, "deterministic": True}, {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
+    {"opt_level": "O2", "fuse": True, "deterministic": True, "fuse_loss": True},
+    {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
     {"opt_level": "O1", "fuse": True, "fp8_recipe": "delayed", "amax_history_len": 2},
     {"opt_level": "off", "optimizer_bits": 8}, {"opt_level": "off", "compute_dtype": "float16"},
     {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},

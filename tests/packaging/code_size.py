@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 17_005
-TESTS_CAP = 27_339
+LIBRARY_CAP = 17_494
+TESTS_CAP = 28_046
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
