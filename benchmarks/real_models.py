@@ -9,9 +9,10 @@ Two are diffusers': a UNet and a DiT, with the squared error of the noise that t
 Models have random weights, float32, and sdpa attention. A step is forward, backward, `torch.nn.utils.clip_grad_norm_`
 and the optimizer. "bf16" is autocast over float32 weights with torch's fused AdamW, "pure bf16" bfloat16 weights with
 the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "not fused"
-fuse=False; "graphed" adds `fp8stack.nn.graph(model)`. "torchao" and "te" are the Linear layers of torchao (tensorwise
-scales) and TransformerEngine (current scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`,
-"by block" `compile()` of each element of the outermost ModuleLists.
+fuse=False, "fused loss" fuse_loss=True, with head="forward-bf16" where no other is said; "graphed" adds
+`fp8stack.nn.graph(model)`. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and
+TransformerEngine (current scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`, "by block"
+`compile()` of each element of the outermost ModuleLists.
 
 Each variant has a process of its own, which is stopped after `--limit` seconds. In it bf16 takes turns with the
 variant, since the speed of a host changes from process to process and with time by more than variants differ: `× bf16`
@@ -252,6 +253,9 @@ def list_variants() -> list[Variant]:
             "O2, tokenwise fast", "O2", options={"fp8_recipe": "tokenwise", "fp8_fast_accum": True}
         ),
         Variant("O2, blockwise", "O2", options={"fp8_recipe": "blockwise"}),
+        Variant("O2, fused loss", "O2", options={"fuse_loss": True, "head": "forward-bf16"}),
+        Variant("O2, fused loss, head bf16", "O2", options={"fuse_loss": True, "head": "bf16"}),
+        Variant("O2, fused loss, head fp8", "O2", options={"fuse_loss": True, "head": "fp8"}),
         Variant("bf16 graphed", graphed=True),
         Variant("O2 graphed", "O2", graphed=True),
     ]

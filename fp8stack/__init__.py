@@ -7,12 +7,14 @@ package touches no GPU and imports neither Triton nor any framework.
 """
 
 from . import capability, checkpoint, comm, errors, formats, levels, memory, monitor, nn, optim
-from .api import get_report, initialize, restore
+from .api import finish, get_report, initialize, restore
 from .levels import Recipe
+from .nn.fused_loss import linear_cross_entropy
 from .tensor import BlockScaledTensor
 from .version import __version__
 
 __all__ = [
-    "BlockScaledTensor", "Recipe", "__version__", "capability", "checkpoint", "comm", "errors", "formats",
-    "get_report", "initialize", "levels", "memory", "monitor", "nn", "optim", "restore",
+    "BlockScaledTensor", "Recipe", "__version__", "capability", "checkpoint", "comm", "errors", "finish",
+    "formats", "get_report", "initialize", "levels", "linear_cross_entropy", "memory", "monitor", "nn", "optim",
+    "restore",
 ]  # fmt: skip

@@ -28,11 +28,14 @@ import torch
 from torch import nn
 
 from . import capability, conflicts, conversion, errors
+from .comm.fsdp import stop_fp8_all_gather
 from .conversion import COPIED, Session
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.coverage import KEPT, bare_modules, count, listed
+from .nn.deferred_logits import fuse_loss, models_to_fuse
+from .nn.finishing import finish_products
 from .nn.frozen import FrozenWeight, can_swap
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import take_off
@@ -164,6 +167,11 @@ def decide(
         fallbacks.append(
             f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
         )
+    if recipe.fuse_loss and not models_to_fuse(model):
+        told = "no causal language model of transformers with a layer as its head"
+        fallbacks.append(
+            f"fuse_loss=True has no effect: {told}. Call fp8stack.linear_cross_entropy in your own model"
+        )
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -213,6 +221,8 @@ def carry_out(
     _MODELS.add(model)
     if decisions.fuse:
         session.report.fused = fuse(model, decisions.skipped)
+    if recipe.fuse_loss:
+        session.report.fused_losses = fuse_loss(model)
     # last, as a fused MLP has one rule for its layers
     session.report.selected = selected_layers(model)
     return session
@@ -257,6 +267,27 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     del model.__dict__[_KEPT]
     conversion.undo(session)
     return model, session.source
+
+
+def finish(model: nn.Module) -> bool:
+    """Make all FP8 products of `model` in bfloat16 from now on, as for the last share of a run.
+
+    Nothing else changes: weights, masters, gradients and optimizer states stay as the level has them. Call it between
+    two steps, on all ranks, with the model or what wraps it. It says so once; a second call does nothing, so a loop can
+    call it in each step from one on, and a run that is resumed there does the same. `restore` undoes it.
+
+    Returns:
+        Whether anything changed.
+    """
+    if not finish_products(model):
+        return False
+    stop_fp8_all_gather(model)
+    for session in sessions_in(model).values():
+        report = session.report
+        report.gemm = report.compute = "bf16"
+        report.compute_reason, report.selected = "finished", {}
+    say("fp8stack: products are in bfloat16 from now on (finish)")
+    return True
 
 
 def get_report(model: nn.Module) -> Report:

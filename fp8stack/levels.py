@@ -37,6 +37,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
         "fuse": (True, False),
+        "fuse_loss": (False, True),
         "matmuls": ("auto", True, False),
         "step_in_backward": (False, True),
         "fp8_fast_accum": (None, False, True),
@@ -86,6 +87,8 @@ class Recipe:
         (`fp8stack/nn/select.py`); "all" always does.
     fuse: True joins RMSNorms and MLPs with the casts around them (`fp8stack/nn/mlp.py`): on a GPU, with
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
+    fuse_loss: True takes head and loss of transformers' causal language models in one, in chunks, without the logits in
+        memory (`fp8stack/nn/deferred_logits.py`). Models of your own call `fp8stack.linear_cross_entropy`.
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
     head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16", logits
@@ -125,6 +128,7 @@ class Recipe:
     fp8_fast_accum: bool | None = None
     select: str = "auto"
     fuse: bool = True
+    fuse_loss: bool = False
     matmuls: Any = "auto"
     head: str = "auto"
     first_last: int = 0

@@ -73,6 +73,7 @@ class Report:
     # of layers in FP8 for many rows only: from how many
     selected: dict[str, str] = field(default_factory=dict)
     fused: list[str] = field(default_factory=list)  # RMSNorms and MLPs
+    fused_losses: list[str] = field(default_factory=list)  # models whose head and loss are one
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -114,6 +115,9 @@ class Report:
             lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.fused:
             lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with the casts around them")
+        if self.fused_losses:
+            told = "head and loss in one, without logits (not in graphs of torch.compile)"
+            lines.append(f"{told}: {', '.join(self.fused_losses)}")
         if self.left_alone:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))

@@ -46,6 +46,7 @@ from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
 from .reference import cast_rows as by_row
+from .reference import cross_entropy as entropy
 from .reference import expert_activation as experts
 from .reference import gradient as gradients
 from .reference import rmsnorm as rms
@@ -424,6 +425,11 @@ expert_activation_backward = _operator(
         *_matrix(x, "e4m3"), _matrix(dh, "e4m3", False)[1], torch.empty_like(index, dtype=torch.float32)
     ),
 )  # fmt: skip
+cross_entropy = _operator(
+    "cross_entropy(Tensor(a!) logits, Tensor labels, Tensor scale, bool gradient) -> Tensor",
+    entropy.cross_entropy,
+    lambda logits, labels, scale, gradient: torch.empty_like(scale),
+)
 rmsnorm = _on_each_device(rms.rmsnorm)
 rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)
 count = _on_each_device(monitor.count)

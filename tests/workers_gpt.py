@@ -93,7 +93,7 @@ RANKS = {  # run: options
     "dp-O1": {"parallel": "dataparallel", "opt_level": "O1"},
     "dp-O2": {"opt_level": "O2"},  # auto
     "fsdp2-off": {"parallel": "fsdp2", "opt_level": "off"},
-    "fsdp2-O2": {"parallel": "fsdp2", "opt_level": "O2"},
+    "fsdp2-O2": {"parallel": "fsdp2", "opt_level": "O2", "fuse_loss": True},
 }
 LEVELS = (  # from, to
     ("fsdp2-off", "fsdp2-O2"),

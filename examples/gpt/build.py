@@ -41,7 +41,7 @@ from .options import in_flags, warn
 from .ranks import rank_and_world
 
 ACTIVATIONS = "attention", "checkpointing", "seq_len"  # of a ModelConfig: what memory depends on
-OWN = (*ACTIVATIONS, "fp8")  # what a checkpoint does not depend on
+OWN = (*ACTIVATIONS, "fp8", "fuse_loss")  # what a checkpoint does not depend on
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,8 @@ def describe_activations(setup: Setup) -> dict[str, Any]:
     """Return what the memory of a sequence depends on beside the architecture and the level."""
     chosen = {name: value for name, value in asdict(setup.model).items() if name in ACTIVATIONS}
     one_order = torch.are_deterministic_algorithms_enabled()  # flash keeps sums apart for it
+    if setup.model.fuse_loss:
+        chosen["fuse_loss"] = True
     return {**chosen, "fuse": setup.level.fuse, **({"deterministic": True} if one_order else {})}
 
 

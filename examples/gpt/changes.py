@@ -31,6 +31,7 @@ MEANING = {
     "min_lr_ratio": SCHEDULE,
     "warmup_steps": SCHEDULE,
     "weight_decay": "matrices decay by it from here on",
+    "bf16_last": "products are in bf16 from another step on",
     "optimizer_bits": "AdamW's states go over into the new format, and steps are rounded by it from here on",
 }
 

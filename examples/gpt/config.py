@@ -34,7 +34,7 @@ SCALING = (
     "fp8_fast_accum",
     "head",
 )
-OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
+OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip", "bf16_last")
 LEVEL = ("opt_level", "use_fp8")
 STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -82,6 +82,9 @@ class Config:
     blocks: str = option("plain", "te: TransformerEngine's", choices=models.CHOICES["blocks"])
     checkpointing: bool = option(False, "compute each block again in backward, to save memory")
     compile: bool = option(False, "torch.compile the model")
+    fuse_loss: bool = option(
+        False, "head and loss in one, in chunks of rows, without the logits in memory"
+    )
     hellaswag: Path | None = option(None, "JSONL file of HellaSwag")  # noqa: RUF009
 
     # --- precision
@@ -112,6 +115,9 @@ class Config:
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
     head: str | None = option(
         None, "how what makes logits multiplies; by default the level's", choices=CHOICES["head"]
+    )
+    bf16_last: float = option(
+        0.0, "share of --steps, the last ones, whose products are in bf16", least=0, most=1
     )
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
@@ -247,11 +253,21 @@ class Config:
                     "of the two."
                 )
 
+    @property
+    def first_bf16_step(self) -> int:
+        """Return from which step on, counted from 0, --bf16-last has products in bfloat16."""
+        return self.steps - round(self.bf16_last * self.steps)
+
     def _check_skip(self) -> None:
         """Raise ConfigError for patterns that name TransformerEngine's blocks or parts: those multiply as a whole."""
         parts = "", ".attention_in", ".output", ".feed_forward"
         names = [f"blocks.{i}{part}" for i in range(SIZES[self.model].layers) for part in parts]
         found = [p for p in self.skip if any(fnmatchcase(name, p) for name in names)]
+        if self.blocks == "te" and self.bf16_last:
+            raise ConfigError(
+                "--bf16-last is for layers of fp8stack's; TransformerEngine's blocks (--blocks te) multiply by "
+                "themselves. Leave one of the two out."
+            )
         if self.blocks == "te" and found:
             raise ConfigError(
                 f"--skip {found[0]} names layers of TransformerEngine's blocks (--blocks te), which are taken as "
@@ -279,6 +295,7 @@ class Config:
                 attention=self.attention,
                 blocks=self.blocks,
                 checkpointing=self.checkpointing,
+                fuse_loss=self.fuse_loss,
                 fp8=self.recipe() if in_te else None,
                 **given,
             )

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8stack import Recipe
+from fp8stack import Recipe, linear_cross_entropy
 
 from .blocks import Block, make_norm, rotary_table
 
@@ -42,6 +42,7 @@ class ModelConfig:
 
     attention: "sdpa" lets PyTorch choose, "math" is its plain formula, "flash" the package flash-attn.
     checkpointing: keep only the input of each block for the backward pass, which computes the block again.
+    fuse_loss: compute head and loss in chunks of tokens, so that the logits of all are never in memory.
     blocks: "plain" modules, or "te": TransformerEngine's LayerNormLinear and LayerNormMLP.
     fp8: the recipe that "te" blocks multiply in; None: in the dtype of their input. fp8stack converts plain ones.
     init: "fan_in" (variance 1/fan_in) or "gpt2" (deviation 0.02); both write less to the residual stream.
@@ -63,6 +64,7 @@ class ModelConfig:
     bias: bool = False
     attention: str = "sdpa"
     checkpointing: bool = False
+    fuse_loss: bool = False
     blocks: str = "plain"
     fp8: Recipe | None = None
     init: str = "fan_in"
@@ -210,7 +212,10 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
                 x = block(x, rotation)
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is not None and self.config.fuse_loss:
+            return linear_cross_entropy(x, self.head, targets)
+        logits = self.head(x)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fp8stack import comm
+from fp8stack import comm, finish
 from fp8stack.errors import ConfigError
 from fp8stack.nn import reset_scaling, restore_scaling, scaling_state
 
@@ -190,6 +190,9 @@ class Trainer:
     def take_step(self) -> bool:
         """Train on one batch, and log it; return whether signals have asked any rank to stop."""
         began = time.perf_counter()
+        # A function of the step, as the learning rate is: a run that is resumed does the same.
+        if self.step >= self.config.first_bf16_step and finish(self.model):
+            self.log.say(f"step {self.step + 1}: products are in bf16 from here on (--bf16-last)")
         if self.monitor:
             self.monitor.begin_step(self.step)
         lr = learning_rate(self.config, self.step)

@@ -86,6 +86,10 @@ class Fp8AllGather(Allocates):
         observe(_NAME, output_tensor.device, lambda: start()())
         return None
 
+    def stop(self) -> None:
+        """Gather all of them as they are from now on."""
+        self._matrices.clear()
+
     def _start(
         self, output: Tensor, input: Tensor, group: Any, what: str, async_op: bool
     ) -> Callable[[], int]:

@@ -114,6 +114,15 @@ def register_fp8_all_gather(model: nn.Module) -> list[str]:
     return names
 
 
+def stop_fp8_all_gather(model: nn.Module) -> None:
+    """Let FSDP2 gather all weights as they are from now on; all ranks call it between two steps."""
+    for module in model.modules():
+        for group in _groups_of(module) if hasattr(module, "_get_fsdp_state") else ():
+            if isinstance(gather := getattr(group, "_all_gather_comm", None), Fp8AllGather):
+                module.reshard()  # type: ignore[operator]
+                gather.stop()
+
+
 def units_of(
     model: nn.Module, caller: str, needs: Sequence[str] = (), other: str = ""
 ) -> dict[str, Any]:

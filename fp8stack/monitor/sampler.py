@@ -219,7 +219,7 @@ class Monitor:
             self._open, self._counts = self._steps, None
             own = fp8_products(self._model)
             for index, name in enumerate(self.layers):
-                if name in own:  # not restored since
+                if name in own and not own[name].products.finished:  # nor restored since
                     self._products[name] = own[name].products
                     own[name].products.probe = partial(self._count, index)
         self._steps += 1

@@ -127,6 +127,10 @@ class BlockGraphs:
     def __reduce__(self) -> Any:
         return BlockGraphs, ()
 
+    def forget(self) -> None:
+        """Begin anew, as blocks launch other kernels from now on; what is never captured stays so."""
+        self.__dict__.update(vars(BlockGraphs()) | {"reasons": self.reasons})
+
     def run(self, block: Graphed, args: Any, kwargs: Any) -> Any:
         """Return what the block's own forward returns; replay it if that is right."""
         leaves, spec = tree_flatten((args, kwargs), is_leaf=block_call.is_argument)

@@ -41,7 +41,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
 from fp8stack.kernels.reference.delayed_state import STATES, DelayedState
-from fp8stack.levels import Recipe
+from fp8stack.levels import PRECISIONS, Recipe
 from fp8stack.version import __version__
 
 from .frozen import FrozenWeight
@@ -186,6 +186,11 @@ class Products:
             if device is not None:  # a CUDA graph that is captured later holds their addresses
                 for state in (self.x_state, self.g_state, self.w_state):
                     state.on(device)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all products are in bfloat16 by now: finishing.py."""
+        return self.in_bf16 == PRECISIONS["bf16"]
 
     def options(self, train: bool, dtype: torch.dtype, backward: bool = False) -> Options:
         """Return the settings that forward and backward need; `backward`: there will be one, to x or a weight."""

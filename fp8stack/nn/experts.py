@@ -116,6 +116,9 @@ class Fp8Experts(Mixin):
             with torch._C.DisableTorchFunction():  # see Fp8Layer
                 return self._compute(*given)
         x, dtype = given[0] if given else None, self.down_proj.dtype
+        if fits and self.products[0].finished and not autocast_is_on(given[0]):
+            made: Tensor = self.plain_forward(given[0].to(dtype), *given[1:])
+            return made.to(given[0].dtype)
         if isinstance(x, Tensor) and x.dtype is not dtype and not autocast_is_on(x):
             raise ModelError(
                 f"experts {self.products[0].layer} store their weights in {dtype} and got {x.dtype} tokens for "
@@ -127,6 +130,8 @@ class Fp8Experts(Mixin):
 
     def _pays(self, x: Tensor, top_k_index: Tensor) -> bool:
         """Return whether FP8 is faster, by the pairs of token and expert, or the only way for these dtypes."""
+        if self.products[0].finished:
+            return False
         dtype = self.down_proj.dtype  # torch multiplies float32 in float32, also under autocast
         if dtype is torch.float32 or not (dtype is x.dtype or autocast_is_on(x)):
             return True

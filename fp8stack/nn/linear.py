@@ -68,7 +68,7 @@ class Fp8Layer(Layer):
 
     def extra_repr(self) -> str:
         own = super().extra_repr() or "nf={}, nx={}".format(*sizes_of(self))
-        return f"{own}, fp8={self.products}"
+        return f"{own}, " + ("bf16" if self.products.finished else f"fp8={self.products}")
 
     __repr__ = nn.Module.__repr__  # Conv1D's own leaves out what is told here
 
@@ -109,8 +109,11 @@ def fp8_matmul(
     """Return x @ weight.T + bias [..., out], multiplied in FP8, in the dtype of x or autocast's.
 
     x is [..., in], weight [out, in], bias [out]. A weight [in, out], which `products` tells, gives x @ weight + bias.
-    `train` says whether delayed scaling's histories move on.
+    `train` says whether delayed scaling's histories move on. After `fp8stack.finish` it is a product in bfloat16.
     """
+    if products.finished:
+        w = weight.t() if products.turned else weight
+        return bf16_matmul(x, w, bias, products.layer)
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     backward = x.requires_grad or weight.requires_grad
     return _multiply(x, weight, bias, [products.options(train, output_dtype(x), backward)])

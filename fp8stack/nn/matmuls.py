@@ -42,7 +42,7 @@ from torch.overrides import (
 )
 
 from fp8stack.formats import FLOATS
-from fp8stack.levels import Recipe
+from fp8stack.levels import PRECISIONS, Recipe
 
 from . import grouped
 from .bf16_storage import autocast_is_on
@@ -108,6 +108,8 @@ def _next_inside(module: nn.Module) -> Iterator[nn.Module]:
 class BareMatmuls:
     """The products by bare parameters of one model: their settings, and what became of them."""
 
+    finished = False  # made in bfloat16 from now on: finishing.py
+
     def __init__(
         self, recipe: Recipe, skipped: Iterable[nn.Module] = (), heads: Iterable[nn.Module] = ()
     ) -> None:
@@ -126,7 +128,17 @@ class BareMatmuls:
 
     def __reduce__(self) -> Any:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.
-        return BareMatmuls, (self.recipe, self.skipped, self.heads)
+        return BareMatmuls, (self.recipe, self.skipped, self.heads), self.finished
+
+    def __setstate__(self, finished: bool) -> None:
+        if finished:
+            self.finish()
+
+    def finish(self) -> None:
+        """Make products in bfloat16 from now on; grouped ones are left to torch."""
+        self.finished = True
+        for products in (*self._products, self._head_products):
+            products.in_bf16 = PRECISIONS["bf16"]
 
     def products_of(self, parameter: Tensor | None, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
@@ -213,6 +225,8 @@ class _Mode(TorchFunctionMode):
         """
         if reason := self._obstacle(x, stack, True) or grouped.obstacle(stack):
             return reason
+        if self.bare.finished:
+            return "fp8stack.finish was called"
         if x.is_cuda and self.bare.recipe.select == "auto" and stack.dtype is not torch.float32:
             experts, rows, cols = stack.shape
             if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):

@@ -60,7 +60,10 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
         reduced: Any = cls.__reduce_ex__(self, protocol)
         if type(self) is not mixed or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced  # the user's own way of pickling
-        return (_new, (mixin, cls, *reduced[1][1:]), *reduced[2:])
+        mixins, below = [mixin], cls  # which may be a mixed class, too
+        while lower := vars(below).get("_fp8stack_mixin"):
+            mixins, below = [lower, *mixins], below.__bases__[1]
+        return (_new, (tuple(mixins), below, *reduced[1][1:]), *reduced[2:])
 
     body = {"_fp8stack_mixin": mixin, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
     body |= {"__module__": cls.__module__, "__qualname__": mixin.mixin_prefix + cls.__qualname__}
@@ -71,9 +74,12 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
     return mixed  # type: ignore[no-any-return]
 
 
-def _new(mixin: type[Mixin], cls: type[nn.Module], *args: Any) -> nn.Module:
-    """Return an empty module of the mixed class: the first half of unpickling and of deepcopy."""
-    return cls.__new__(mixed_class(mixin, cls), *args)
+def _new(mixins: tuple[type[Mixin], ...], cls: type[nn.Module], *args: Any) -> nn.Module:
+    """Return an empty module of the class with all mixins: the first half of unpickling and of deepcopy."""
+    mixed = cls
+    for mixin in mixins:
+        mixed = mixed_class(mixin, mixed)
+    return cls.__new__(mixed, *args)
 
 
 def mix(

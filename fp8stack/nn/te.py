@@ -50,7 +50,7 @@ from fp8stack.levels import Recipe
 from .bf16_storage import Layer, output_dtype
 from .casts import in_backward
 from .layer_kinds import weight_of
-from .linear import check_input, title, unsafe_view
+from .linear import bf16_matmul, check_input, title, unsafe_view
 from .mixin import mixed_class
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
@@ -64,6 +64,8 @@ class TeLayer(Layer):
     te: Engine
 
     def multiply(self, input: Tensor) -> Tensor:
+        if self.te.finished:
+            return bf16_matmul(input, weight_of(self), self.bias, self.te.layer)
         run = _break_graph if torch.compiler.is_compiling() else _forward
         return run(self, input)
 
@@ -77,6 +79,8 @@ TeLinear = mixed_class(TeLayer, nn.Linear)
 class Engine:
     """Computes one layer with a `te.Linear` that has no parameters of its own. A copy has only recipe and name."""
 
+    finished = False  # multiplies in bfloat16 from now on: finishing.py
+
     def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
         self.recipe = recipe
         self.layer = layer  # its name in the model
@@ -86,7 +90,7 @@ class Engine:
         self._seeded = [False, False]  # delayed scaling: forward, backward have first scales
 
     def __reduce__(self) -> Any:
-        return Engine, (self.recipe, None, self.layer)
+        return Engine, (self.recipe, None, self.layer), {"finished": self.finished}
 
     def multiply(self, layer: TeLayer, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""

@@ -79,6 +79,7 @@ def check_weights(rank):
     assert comm.register_fp8_all_gather(model) == [""]
     check_gathered(model, world, torch.float32, ["up.weight", "down.weight", "one.weight"], True)
     check_other_layers(device, mesh, world)
+    check_finished(device, mesh, world)
     check_bytes(device, mesh, world)
     check_bad_input(device, mesh)
     if world == 2:
@@ -115,6 +116,15 @@ def check_other_layers(device, mesh, world):
     model(*batch(0, device)).backward()  # its root has whole weights now
     assert comm.register_fp8_all_gather(model) == ["", "up"]
     check_gathered(model, world, torch.float32, ["up.weight", "down.weight"], False)
+
+
+def check_finished(device, mesh, world):
+    """After `finish` all weights go as they are, in a model that has run, too."""
+    model = make(device, mesh)
+    assert comm.register_fp8_all_gather(model) == ["", "up", "head"]
+    model(*batch(0, device)).backward()
+    assert fp8stack.finish(model)
+    check_gathered(model, world, torch.float32, [], False)
 
 
 def check_bytes(device, mesh, world):

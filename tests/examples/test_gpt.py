@@ -131,17 +131,18 @@ def test_gpt2_s_first_values_are_small_and_smaller_where_a_block_writes():
 
 
 @pytest.mark.parametrize("size", ["demo", "gpt2"])
-def test_math_attention_and_checkpointing_change_no_gradient(size):
+def test_math_attention_checkpointing_and_fuse_loss_change_no_gradient(size):
     config = small(size)
     tokens, results = torch.randint(96, (2, 24)), []
-    for changes in ({}, {"attention": "math"}, {"checkpointing": True}):
+    for changes in ({}, {"attention": "math"}, {"checkpointing": True}, {"fuse_loss": True}):
         torch.manual_seed(0)
         model = GPT(replace(config, **changes))
         loss = model(tokens, tokens.flip(0))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for expected, math, checkpointed in zip(*results, strict=True):
-        torch.testing.assert_close(math, expected, rtol=1e-4, atol=1e-6)
+    for expected, math, checkpointed, fused in zip(*results, strict=True):
+        for found in (math, fused):  # with sums in another order
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         assert torch.equal(checkpointed, expected)
 
 

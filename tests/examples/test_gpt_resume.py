@@ -1,6 +1,7 @@
 """A run that is stopped goes on with the same bits: at every level, on other ranks, and when it is killed."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 OPTIONS = [
     {"opt_level": "off"}, {"opt_level": "O0"}, {"opt_level": "O1"}, {"opt_level": "O2"},
     {"opt_level": "O2", "optimizer_bits": 4}, {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
-    {"opt_level": "O2", "fuse": True, "deterministic": True}, {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
+    {"opt_level": "O2", "fuse": True, "deterministic": True, "fuse_loss": True},
+    {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
     {"opt_level": "O1", "fuse": True, "fp8_recipe": "delayed", "amax_history_len": 2},
     {"opt_level": "off", "optimizer_bits": 8}, {"opt_level": "off", "compute_dtype": "float16"},
     {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},
@@ -261,3 +263,27 @@ def test_a_run_that_is_killed_eight_times_ends_as_one_that_was_not(tmp_path):
     assert found["kills"] == 8
     assert found["unfinished"] >= 3  # or the kills have missed what they were for
     assert found["steps"] > 8
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_last_steps_are_in_bf16_of_a_resumed_run_too(folder, level, capsys):
+    """It says so once, with the right step; bits are those of FP8 before it, and of `--compute bf16` from it on."""
+    name, said = f"last-{level}", "step {}: products are in bf16 from here on (--bf16-last)"
+    options = {"opt_level": level, "run_name": name, "steps": 6, "bf16_last": 0.4}
+    plain = train(folder, **options | {"run_name": f"whole-{level}", "bf16_last": 0.0})
+    assert "from here on" not in capsys.readouterr().out
+    losses = train(folder, **options)
+    out = capsys.readouterr().out
+    assert out.count("from here on") == out.count(said.format(5)) == 1
+    assert losses[:4] == plain[:4]
+    assert all(a != b for a, b in zip(losses[4:], plain[4:], strict=True))
+    for step, first in ((2, 5), (4, 5)):
+        assert resume(folder, step_of(folder, name, step), **options, overwrite=False) == losses
+        assert capsys.readouterr().out.count(said.format(first)) == 1
+        shutil.rmtree(folder / "again")
+    if level == "O0":  # whose states are torch's own
+        saved = step_of(folder, name, 4)
+        assert resume(folder, saved, **options | {"bf16_last": 0.0}, compute="bf16") == losses
+    expected = "--bf16-last was 0.4, is now 0.0: products are in bf16 from another step on"
+    with pytest.warns(Fp8StackWarning, match=expected):
+        resume(folder, step_of(folder, name), **options | {"bf16_last": 0.0, "run_name": "warns"})

@@ -291,6 +291,10 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     "_roots_kernel": [("", {}, {"SIZE": 64})],
     "_count_kernel": count_cases(),
     "_quantize_list_kernel": list_cases(),
+    "_cross_entropy_kernel": [
+        (f"{dtype}", {"logits_ptr": dtype, "labels_ptr": "i64"}, {"GRADIENT": True, "WORDS": 4096})
+        for dtype in ("bf16", "fp32")
+    ],
     "_widened_sum_kernel": [("", dict.fromkeys(WIDENED, "bf16"), {"COUNT": 4, "ELEMENTS": 4096})],
     "_update_kernel": [
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})

@@ -65,7 +65,12 @@ CASTS = {  # kernels that use the hardware's casts where there are any
     "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
 }  # fmt: skip
-INEXACT = ("_activation_", "_expert_", "_rmsnorm_")  # the GPU's exponential and root
+INEXACT = (
+    "_activation_",
+    "_expert_",
+    "_rmsnorm_",
+    "_cross_entropy_",
+)  # the GPU's exponential and root
 CAST_NOTHING = {
     ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),
     ("_quantize_blocks_kernel", "ue3m5, fp32"), ("_quantize_blocks_kernel", "s1e3m4, fp32, odd rows"),

@@ -87,6 +87,11 @@ def sample_arguments(name, shape, device):
             codes = ops.cast(torch.randn(20, 32, device=device), E4M3)[0]
             index = torch.randint(-1, 40, (48,), dtype=torch.int32, device=device)
             yield from ((codes, index, 2, *layouts) for layouts in ((True, True), (False, True)))
+        case "cross_entropy":
+            logits = x.reshape(-1, x.shape[-1])
+            labels = torch.arange(len(logits), device=device) % logits.shape[1]
+            for gradient in (False, True):
+                yield logits.clone(), labels, logits[:, 0].abs(), gradient
         case "sum_rows":
             places = torch.randint(-1, 20, (5, 3), dtype=torch.int32, device=device)
             yield torch.randn(20, 32, device=device).bfloat16(), places
@@ -104,16 +109,18 @@ def delayed_state(device):
 KEPT = []
 INEXACT = (  # sums have an order, exponentials are the device's, and a state lies on one device
     "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed", "expert_activation",
-    "expert_activation_backward",
+    "expert_activation_backward", "cross_entropy",
 )  # fmt: skip
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
     "cast_rows", "matmul_rows", "activation_cast_rows",
     "activation_backward_cast", "expert_activation", "expert_activation_backward", "route", "take_rows", "sum_rows",
+    "cross_entropy",
 )  # fmt: skip
 
 
-LAYERS = ("linear", "mlp", "grouped", "experts")  # consist of operators: tests/nn/test_compiled.py
+# consist of operators: tests/nn/test_compiled.py, test_fused_loss.py
+LAYERS = ("linear", "mlp", "grouped", "experts", "linear_cross_entropy")
 OPERATORS = sorted(
     name.split("::")[1]
     for name in torch._C._dispatch_get_all_op_names()
@@ -124,7 +131,8 @@ OPERATORS = sorted(
 def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "activation_backward_cast", "activation_cast", "activation_cast_rows",
-        "cast", "cast_128x128", "cast_1x128", "cast_delayed", "cast_rows", "dequantize_blocks",
+        "cast", "cast_128x128", "cast_1x128", "cast_delayed", "cast_rows", "cross_entropy",
+        "dequantize_blocks",
         "expert_activation", "expert_activation_backward", "matmul_blocks", "matmul_rows", "quantize_blocks",
         "recast", "route", "sum_rows", "take_rows",
     ]  # fmt: skip

@@ -573,3 +573,11 @@ def test_models_of_transformers(name, level, replays):
         assert (grads[n] - eager[n]).norm() < 1e-2 * eager[n].norm()
     assert losses[:3] == eager_losses[:3]
     assert losses == pytest.approx(eager_losses, rel=1e-3 if inexact else 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_after_finish_blocks_are_captured_anew(level, device, replays):
+    """Their launches are others: three more forwards until a replay, and the bits of eager mode."""
+    first, last = {"steps": 4}, {"steps": 4, "begin": 4}
+    trained_alike(device, first, fp8stack.finish, last, level=level)
+    assert replays == [0, 1, 2] * 4

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 17_242
-TESTS_CAP = 27_749
+LIBRARY_CAP = 17_813
+TESTS_CAP = 28_673
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
