@@ -14,8 +14,8 @@ once, shuffled by a fixed seed: prose that is the same wherever the benchmark ru
 Every variant is level O0 on a copy of the model, beside bf16 autocast on the same windows of text. `KL` is the mean
 over tokens of KL(bf16 || variant) of the next token's distribution, in nats; `loss` is the variant's cross entropy less
 bf16's. "±" is the standard error by 1,000 bootstraps over windows, as tokens of a window depend on each other. `same`
-is how often both find the same token most likely. "head" is the product that makes logits; "ends" are the first and
-last two blocks; "only q + k" and the like leave all other layers in bf16.
+is how often both find the same token most likely. Options are those of `fp8stack.initialize`; "default" has none.
+"only q + k" and the like leave all other layers in bf16.
 
 Limits: one model, and weights that were rounded to 4 bits before; forward alone, nothing is trained. On a CPU codes are
 those of a GPU, and sums are float32's.
@@ -27,6 +27,7 @@ import argparse
 import copy
 import gzip
 import json
+import math
 import random
 import re
 import sys
@@ -68,34 +69,30 @@ class Variant:
 
     name: str
     options: dict[str, Any] | None = field(default=None, hash=False)
-    leave_out: tuple[str, ...] = ()  # globs of names; "ends": the first and last two blocks
     only: tuple[str, ...] = ()  # globs of names; of all layers if none
 
 
 ALL_FP8 = {"head": "fp8"}
-TOKENWISE, BLOCKWISE = ({"fp8_recipe": name} for name in ("tokenwise", "blockwise"))
-PARTLY = {
-    "fp8_recipe": "tokenwise",
-    "precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"},
-}
+CURRENT, TOKENWISE, BLOCKWISE = ({"fp8_recipe": n} for n in ("current", "tokenwise", "blockwise"))
+PARTLY = {"precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"}}
+MLPS = {"precision_for": {"*.self_attn.*": "bf16"}}
 VARIANTS = [
     Variant("float32"),
-    Variant("current, head fp8", ALL_FP8),
-    Variant("current", {}),
+    Variant("current, head fp8", CURRENT | ALL_FP8),
+    Variant("current", CURRENT),
+    Variant("current, head bf16", CURRENT | {"head": "bf16"}),
     Variant("tokenwise, head fp8", TOKENWISE | ALL_FP8),
-    Variant("tokenwise", TOKENWISE),
     Variant("tokenwise, fast sums", TOKENWISE | {"fp8_fast_accum": True}),
-    Variant("tokenwise, q + k forward-bf16", PARTLY),
-    Variant("tokenwise, first_last=1", TOKENWISE | {"first_last": 1}),
-    Variant("tokenwise, first_last=2", TOKENWISE | {"first_last": 2}),
-    Variant("tokenwise, first_last=2, q + k forward-bf16", PARTLY | {"first_last": 2}),
-    Variant(
-        "tokenwise, first_last=2, attention out", TOKENWISE | {"first_last": 2}, ("*.self_attn.*",)
-    ),
+    Variant("default", {}),
+    Variant("default, q + k forward-bf16", PARTLY),
+    Variant("default, first_last=1", {"first_last": 1}),
+    Variant("default, first_last=2", {"first_last": 2}),
+    Variant("default, attention in bf16", MLPS),
+    Variant("default, attention in bf16, first_last=2", MLPS | {"first_last": 2}),
     Variant("blockwise, head fp8", BLOCKWISE | ALL_FP8),
     Variant("blockwise", BLOCKWISE),
     Variant("blockwise, first_last=2", BLOCKWISE | {"first_last": 2}),
-    *(Variant(f"current, only {kind}", ALL_FP8, only=names) for kind, names in KINDS.items()),
+    *(Variant(f"current, only {kind}", CURRENT | ALL_FP8, only=n) for kind, n in KINDS.items()),
 ]
 
 
@@ -184,13 +181,9 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
 
 
 def layers_left_out(model: nn.Module, variant: Variant) -> list[str]:
-    """Return the names of Linear layers that stay in bf16."""
+    """Return the names of Linear layers that stay as they are."""
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    last = max(int(n.split(".")[2]) for n in names if ".layers." in n)
-    ends = [f"*.layers.{i}.*" for i in (0, 1, last - 1, last)]
-    out = [g for glob in variant.leave_out for g in (ends if glob == "ends" else [glob])]
-    kept = [n for n in names if variant.only and not any(fnmatch(n, g) for g in variant.only)]
-    return kept + [n for n in names if any(fnmatch(n, g) for g in out)]
+    return [n for n in names if variant.only and not any(fnmatch(n, g) for g in variant.only)]
 
 
 @torch.no_grad()
@@ -263,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         results: dict[str, Numbers] = {}
         for variant in options.variants:
             numbers = attempt(partial(measure, variant, model, windows))
+            print(f"{variant.name}: KL {numbers.get('kl', math.nan):.4f}", flush=True)
             if "note" in numbers:
                 failed.append(f"{name}, {variant.name}: {numbers['note']}")
             else:

@@ -130,6 +130,7 @@ def decide(
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
+    recipe = with_scales(recipe, compute, device)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
         fallbacks.append(
@@ -384,9 +385,17 @@ def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str, list
         if te:
             return "te", "; ".join(why) if asked == "auto" else "asked for", fallbacks
     remedies = ['compute="auto"'] if asked != "auto" else []
-    remedies += ['fp8_recipe="current"'] if recipe.fp8_recipe != "current" else []
+    remedies += ['fp8_recipe="current"'] if recipe.fp8_recipe not in ("auto", "current") else []
     told = f'compute="{asked}", fp8_recipe={recipe.fp8_recipe!r}: {"; ".join(why)}'
     raise errors.UnsupportedDeviceError(f"{told}. Use {', or '.join(remedies)}.")
+
+
+def with_scales(recipe: Recipe, compute: str, device: torch.device) -> Recipe:
+    """Return the recipe with the scales that "auto" stands for where `compute` multiplies."""
+    if recipe.fp8_recipe != "auto" or compute == "bf16":
+        return recipe
+    by_token = compute == "native" and capability.native_recipe("tokenwise", device)
+    return replace(recipe, fp8_recipe="tokenwise" if by_token else "current")
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:

@@ -59,9 +59,9 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
     if fp8_recipe in ("mxfp8", "nvfp4"):
         why = "native layers have no MXFP8 and NVFP4; TransformerEngine has, on Blackwell"
         return Answer(False, why)
-    if fp8_recipe not in ("tokenwise", "blockwise") or device.type != "cuda":
+    if fp8_recipe not in ("tokenwise", "rowwise", "blockwise") or device.type != "cuda":
         return Answer(True, "any device with FP8 GEMMs")
-    if fp8_recipe == "tokenwise":
+    if fp8_recipe != "blockwise":
         return probe(_multiplies_rows, "torch._scaled_mm with a scale for each row", device)
     if torch.cuda.get_device_capability(device) != (9, 0):
         found = fp8_hardware(device).reason
@@ -187,7 +187,7 @@ _CUDNN_PARTS = (
     "", "_graph", "_ops", "_engines_runtime_compiled", "_engines_precompiled", "_heuristic", "_adv", "_cnn",
 )  # fmt: skip
 # What TransformerEngine calls its recipes.
-_TE_RECIPES = {"current": "fp8", "delayed": "fp8", "blockwise": "fp8_block_scaling"}
+_TE_RECIPES = {"auto": "fp8", "current": "fp8", "delayed": "fp8", "blockwise": "fp8_block_scaling"}
 
 
 class TransformerEngine(NamedTuple):

@@ -122,7 +122,7 @@ RULES = (
       for option in ("states_for", "offload", "optimizer_backend")),
     Rule("master", (), _KEPT, "the optimizer is left as it is, so a master has no place to be kept",
          'Use master="keep", or states="fp32" for float32 states beside it'),
-    *(Rule(option, (), (*setting("fp8_recipe", "current", "tokenwise"), *_BLOCK_SCALES),
+    *(Rule(option, (), (*setting("fp8_recipe", "auto", "current", "tokenwise", "rowwise"), *_BLOCK_SCALES),
            "it belongs to delayed scaling, and other scales keep no history", f'{_LEAVE}, or use fp8_recipe="delayed"')
       for option in ("fp8_margin", "amax_history_len", "amax_compute_algo")),
     Rule("fp8_format", ("e5m2",), _BLOCK_SCALES, "that is E4M3 throughout: block scales replace the range of E5M2",

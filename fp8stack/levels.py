@@ -25,7 +25,16 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "compute": ("auto", "te", "native", "bf16"),
         "fp8_format": ("hybrid", "e4m3", "e5m2"),
-        "fp8_recipe": ("current", "tokenwise", "delayed", "blockwise", "mxfp8", "nvfp4"),
+        "fp8_recipe": (
+            "auto",
+            "current",
+            "tokenwise",
+            "rowwise",
+            "delayed",
+            "blockwise",
+            "mxfp8",
+            "nvfp4",
+        ),
         "amax_compute_algo": ("max", "most_recent"),
         "select": ("auto", "all"),
         "head": ("auto", "fp8", "forward-bf16", "bf16"),
@@ -74,9 +83,10 @@ class Recipe:
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
         for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
     fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "tokenwise": in forward, that of
-        each token of an activation; all else as "current". "delayed": that of its last
-        `amax_history_len` casts, one a micro-batch. "blockwise": one for each 1×128 of activations and gradients and
-        128×128 of weights, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell.
+        each token of an activation; all else as "current". "rowwise": that of each row of an operand as the product
+        reads it. "delayed": that of the tensor's last `amax_history_len` casts, one a micro-batch. "blockwise": one for
+        each 1×128 of activations and gradients and 128×128 of weights, E4M3 throughout. "mxfp8", "nvfp4":
+        TransformerEngine's, on Blackwell. "auto": "tokenwise" where native layers multiply so, else "current".
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
     amax_history_len, amax_compute_algo: of "delayed": how many casts count, and whether by their "max" or
         "most_recent".
@@ -121,7 +131,7 @@ class Recipe:
     level: str
     compute: str = "auto"
     fp8_format: str = "hybrid"
-    fp8_recipe: str = "current"
+    fp8_recipe: str = "auto"
     fp8_margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"

@@ -117,9 +117,9 @@ def matmul_rows(
 ) -> Tensor:
     """Return (a × a_scale) @ (b × b_scale).T."""
     if dtype is not torch.bfloat16:
-        one = torch.ones_like(b_scale)
-        y = torch._scaled_mm(a, b.t(), one, b_scale, None, None, torch.float32, fast)
-        return y.mul_(a_scale.unsqueeze(1)).to(dtype)
+        one = a_scale.new_ones(())
+        y = torch._scaled_mm(a, b.t(), one, one, None, None, torch.float32, fast)
+        return y.mul_(b_scale).mul_(a_scale.unsqueeze(1)).to(dtype)
     # cuBLAS takes a vector of either
     scales = a_scale.unsqueeze(1), b_scale.expand(1, len(b)).contiguous()
     return torch._scaled_mm(a, b.t(), *scales, None, None, dtype, fast)

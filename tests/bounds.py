@@ -17,6 +17,8 @@ BOUNDS = {  # y, dx, dw: relative to the norm
     ("current", "e5m2"): (MIXED, MIXED, MIXED),
     ("tokenwise", "hybrid"): (NARROW, MIXED, MIXED),
     ("tokenwise", "e4m3"): (NARROW, NARROW, NARROW),
+    ("rowwise", "hybrid"): (NARROW, MIXED, MIXED),
+    ("rowwise", "e5m2"): (MIXED, MIXED, MIXED),
     ("delayed", "hybrid"): (NARROW, MIXED, MIXED),
     ("delayed", "e4m3"): (NARROW, NARROW, NARROW),
     ("delayed", "e5m2"): (MIXED, MIXED, MIXED),

@@ -77,7 +77,8 @@ def native(model, device="cpu", **overrides):
         answer = native_recipe(overrides.get("fp8_recipe", "current"), device)
         if not answer:
             pytest.skip(answer.reason)
-    options = {"opt_level": "O0", "compute": "native", "fuse": False, **overrides}
+    options = {"opt_level": "O0", "compute": "native", "fuse": False, "fp8_recipe": "current"}
+    options |= overrides
     return fp8stack.initialize(model.to(device), **options)[0]
 
 

@@ -98,7 +98,7 @@ class Config:
         choices=CHOICES["compute"],
     )
     fp8_format: str = option("hybrid", "of the GEMMs", choices=CHOICES["fp8_format"])
-    fp8_recipe: str = option("current", "where scales come from", choices=CHOICES["fp8_recipe"])
+    fp8_recipe: str = option("auto", "where scales come from", choices=CHOICES["fp8_recipe"])
     fp8_margin: int = option(
         0, "of delayed: room of 2^margin above the largest value", least=0, most=16
     )

@@ -83,7 +83,10 @@ def advise(config: Config, precision: str) -> list[str]:
         advice.append(f"--fp8-margin {margin} (room of {2**margin} times the largest value)")
     native = config.compute != "te" and config.blocks != "te"  # TransformerEngine has no e5m2
     wider = {"e4m3": "hybrid", "hybrid": "e5m2" if native else "", "e5m2": "hybrid"}
-    if config.fp8_recipe in ("current", "delayed") and wider[config.fp8_format]:
+    if (
+        config.fp8_recipe in ("auto", "current", "tokenwise", "delayed")
+        and wider[config.fp8_format]
+    ):
         form = wider[config.fp8_format]
         advice.append(f"--fp8-format {form} (another range for activations or their gradients)")
     return [*advice, lower, _without_fp8(config)]

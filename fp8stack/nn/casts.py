@@ -168,7 +168,8 @@ class Products:
     ) -> None:
         self.layer, self.turned = layer, turned
         self.inputs, self.least_rows = inputs or InputCodes(), least_rows
-        self.in_bf16, self.fp8_recipe = in_bf16, recipe.fp8_recipe
+        self.in_bf16 = in_bf16
+        self.fp8_recipe = "tokenwise" if recipe.fp8_recipe == "auto" else recipe.fp8_recipe
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
@@ -291,6 +292,10 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
     amax, another = None, transposed and fmt_t is not fmt
     if options.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
+    if options.fp8_recipe == "rowwise":
+        by_row = _by_rows(x, fmt)
+        by_column = _by_rows(x, fmt_t, transposed=True) if transposed else by_row
+        return _without_t(Operand(*by_row, *by_column), transposed)
     if options.fp8_recipe == "tokenwise":
         codes, scale, parts = ops.cast_rows(x, fmt)
         return Operand(codes, scale, *cast_matrix(x, fmt_t, False, transposed, parts)[2:])
@@ -306,6 +311,12 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
     if another:
         return Operand(*operand[:2], *cast_matrix(x, fmt_t, False, True, amax)[2:])
     return operand
+
+
+def _by_rows(x: Tensor, fmt: MiniFloat, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of the rows of a matrix [..., cols], or of its transpose."""
+    x = x.detach().reshape(-1, x.shape[-1])
+    return ops.cast_rows(x.t().contiguous() if transposed else x, fmt)[:2]
 
 
 def _without_t(operand: Operand, transposed: bool) -> Operand:
@@ -354,6 +365,10 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
         blocks = ops.cast_128x128(w, E4M3)
         blocks = (*blocks[2:], *blocks[:2]) if turned else blocks
         return _without_t(Operand(*blocks), backward)
+    if options.fp8_recipe == "rowwise":
+        by_row = _by_rows(w, E4M3, turned)
+        by_column = _by_rows(w, E4M3, not turned) if backward else by_row
+        return _without_t(Operand(*by_row, *by_column), backward)
     layouts = not turned or backward, turned or backward
     state: Any = STATES[options.w_state] if options.w_state >= 0 else None  # a WeightScale
     own = isinstance(weight, nn.Parameter) and not weight.is_inference()
@@ -390,6 +405,8 @@ def weight_for_backward(
     if options.fp8_recipe == "blockwise":
         plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3)
         return (plain, plain_scale) if turned else (plain_t, scale_t)
+    if options.fp8_recipe == "rowwise":
+        return _by_rows(w, E4M3, not turned)
     if scale is None:
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, turned, not turned, rows_to=ALIGNMENT)
     else:
@@ -412,6 +429,10 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
         return cast_matrix(grad, fmt, x, w)
     if options.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))
+    if options.fp8_recipe == "rowwise":
+        none = grad.new_empty((0, 0), dtype=fmt.dtype), grad.new_empty(0)
+        plain = _by_rows(grad, fmt) if x else none
+        return Operand(*plain, *(_by_rows(grad, fmt, transposed=True) if w else none))
     learn = learn and options.train
     codes, turned, scale = ops.cast_delayed(grad, fmt, options.g_state, learn, False)
     return Operand(codes, scale, turned, scale)

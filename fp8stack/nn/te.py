@@ -202,7 +202,7 @@ def te_recipe(settings: Recipe) -> Any:
         "blockwise": ("Float8BlockScaling", {"fp8_format": e4m3}),
         "mxfp8": ("MXFP8BlockScaling", {"fp8_format": e4m3}),
         "nvfp4": ("NVFP4BlockScaling", {}),
-    }[settings.fp8_recipe]
+    }[settings.fp8_recipe.replace("auto", "current")]
     kind: Any = getattr(recipes, name)
     if "backward_override" in {f.name for f in fields(kind)}:
         options["backward_override"] = None

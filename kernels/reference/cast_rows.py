@@ -48,7 +48,7 @@ def matmul_rows(
     a: Tensor,  # codes [m, k]
     a_scale: Tensor,  # as cast_rows returns it, [m]
     b: Tensor,  # codes [n, k]
-    b_scale: Tensor,  # of b, 0-d
+    b_scale: Tensor,  # of b, [n] or 0-d
     dtype: torch.dtype,
     fast: bool = False,  # used by the GPU only
 ) -> Tensor:  # [m, n]

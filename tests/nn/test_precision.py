@@ -58,7 +58,7 @@ def gradients(layer, x, gradient):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("turned", [False, True], ids=["linear", "conv1d"])
-@pytest.mark.parametrize("recipe", ["current", "tokenwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "tokenwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_product_is_bfloat16_s_or_fp8_s_bit_for_bit(precision, turned, recipe, dtype, device):
     plain = nn.Sequential(conv1d(128, 256) if turned else nn.Linear(128, 256)).to(device, dtype)
