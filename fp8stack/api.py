@@ -153,26 +153,7 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
-    if recipe.frozen == "fp8" and all(why for _, _, why in layers.frozen):
-        told = "no Linear layer's weight is frozen (requires_grad=False) at the call"
-        told = listed({name: why for name, _, why in layers.frozen}) or told
-        fallbacks.append(f'frozen="fp8" has no effect: {told}')
-    by_hand = any(not why for why in bare.values())  # a product by an embedding may be a head
-    fallbacks += layers.idle
-    if (
-        recipe.head not in ("auto", "fp8")
-        and compute != "bf16"
-        and not layers.heads
-        and not by_hand
-    ):
-        fallbacks.append(
-            f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
-        )
-    if recipe.fuse_loss and not models_to_fuse(model):
-        told = "no causal language model of transformers with a layer as its head"
-        fallbacks.append(
-            f"fuse_loss=True has no effect: {told}. Call fp8stack.linear_cross_entropy in your own model"
-        )
+    fallbacks += _without_effect(model, recipe, compute, layers, bare)
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -331,6 +312,35 @@ def _check_given(
             f"{recipe.level} converts gradients for an optimizer; pass it, or use O0."
         )
     return []
+
+
+def _without_effect(
+    model: nn.Module, recipe: Recipe, compute: str, layers: LayerChoices, bare: dict[nn.Module, str]
+) -> list[str]:
+    """Return what to say of options of a recipe that reach nothing in this model."""
+    told = layers.idle
+    if recipe.frozen == "fp8" and all(why for _, _, why in layers.frozen):
+        none = "no Linear layer's weight is frozen (requires_grad=False) at the call"
+        none = listed({name: why for name, _, why in layers.frozen}) or none
+        told.append(f'frozen="fp8" has no effect: {none}')
+    by_hand = [m for m, why in bare.items() if not why]
+    named = [type(m).__name__ for m in by_hand if layers.precision.of(m)[1]]
+    if named and compute != "bf16":
+        told.append(
+            f"first_last and precision_for are about layers: products by bare parameters of {named[0]} are in FP8 "
+            "nevertheless. Name it in skip=[...]"
+        )
+    found = layers.heads or by_hand  # a product by an embedding may be a head
+    if recipe.head not in ("auto", "fp8") and compute != "bf16" and not found:
+        told.append(
+            f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'
+        )
+    if recipe.fuse_loss and not models_to_fuse(model):
+        told.append(
+            "fuse_loss=True has no effect: no causal language model of transformers with a layer as its head. Call "
+            "fp8stack.linear_cross_entropy in your own model"
+        )
+    return told
 
 
 def _formats_by_parameter(

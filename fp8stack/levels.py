@@ -107,7 +107,8 @@ class Recipe:
     first_last: so many blocks at the start and at the end of the model multiply in bfloat16.
     wgrad: "bf16" makes the gradients of weights in bfloat16, "fp8" in FP8.
     precision_for: how single layers multiply: a dict from fnmatch patterns of module names to "fp8", "forward-bf16",
-        "backward-bf16", "wgrad-bf16" or "bf16", e.g. {"*q_proj": "forward-bf16"}. The last one that matches counts.
+        "backward-bf16", "wgrad-bf16" or "bf16", e.g. {"*q_proj": "forward-bf16"}. The last one that matches counts, and
+        decides over `head` and `first_last`; what `wgrad` says is added, but to "fp8".
     frozen: "fp8" keeps weights of Linear layers that are frozen (requires_grad=False) when `initialize` is called in
         E4M3, a byte an element, as the base of adapters (`fp8stack/nn/frozen.py`).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
@@ -250,7 +251,8 @@ def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
     where = f"precision_for={given!r}: "
     pairs = given.items() if isinstance(given, Mapping) else given
     if not isinstance(given, (Mapping, list, tuple)) or not all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
+        for pair in pairs
     ):
         raise ConfigError(
             f'{where}it is a dict of patterns, such as {{"*q_proj": "forward-bf16"}}.'

@@ -81,7 +81,7 @@ OPTIONS = [  # level, options, culprit, remedy
     ("O2", {"states_for": {"up": "fp31"}}, "'up'.: states must be .*'fp31' is not a choice", 'Did you mean "fp32"'),
     ("O2", {"states_for": {"haed": "fp32"}}, "'haed'. matches no parameter", '"head"'),
     ("O0", {"fp8_recipe": "delyed"}, "fp8_recipe='delyed' is not a choice", 'mean "delayed"'),
-    ("O0", {"fp8_margin": 1}, "fp8_margin=1 .*fp8_recipe='current'", HISTORY),
+    ("O0", {"fp8_margin": 1}, "fp8_margin=1 .*fp8_recipe='auto'", HISTORY),
     ("O2", {"fp8_margin": 1, **BLOCKWISE}, "fp8_margin=1 .*fp8_recipe='blockwise'", HISTORY),
     ("O2", {"amax_history_len": 16}, "amax_history_len=16 ", HISTORY),
     ("O2", {"amax_compute_algo": "most_recent"}, "amax_compute_algo='most_recent' ", HISTORY),

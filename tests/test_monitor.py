@@ -43,7 +43,8 @@ def decibels(x, codes, scale):
 
 def make(device="cpu", **options):
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64))
-    return fp8stack.initialize(model.to(device), None, "O0", compute="native", **options)[0]
+    options = {"compute": "native", "fp8_recipe": "current", **options}
+    return fp8stack.initialize(model.to(device), None, "O0", **options)[0]
 
 
 def step(model, x):
@@ -171,7 +172,7 @@ def test_reads_each_operand_of_each_layer(device):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "tokenwise", "rowwise", "delayed", "blockwise"])
 def test_every_recipe_is_watched(recipe):
     model = make(fp8_recipe=recipe)
     with Monitor(model, every=1) as monitor:

@@ -203,8 +203,7 @@ def _weights(model: nn.Module) -> set[nn.Parameter]:
     for module in model.modules():
         # FSDP2 gives a module a subclass of its class
         in_fp8 = any(c.__name__ in _FP8_LAYERS for c in type(module).__mro__)
-        in_bf16 = getattr(vars(module).get("products"), "in_bf16", "")
-        in_fp8 = in_fp8 and not {"forward", "dgrad"}.intersection(in_bf16.split())
+        in_fp8 = in_fp8 and getattr(vars(module).get("products"), "reads_codes_only", True)
         for name, p in module.named_parameters(recurse=False):
             (weights if in_fp8 and name == "weight" else others).add(p)
         if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention)):

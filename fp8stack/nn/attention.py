@@ -185,7 +185,8 @@ class Fp8Attention(Attention):
         return F.linear(x, weight, bias)
 
     def extra_repr(self) -> str:
-        return f"fp8={self.in_products[0]}"
+        first = self.in_products[0]
+        return "bf16" if first.finished else f"fp8={first}"
 
 
 class Bf16Attention(Attention):

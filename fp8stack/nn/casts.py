@@ -90,7 +90,7 @@ class Options(NamedTuple):
     formats: str  # a key of FORMATS
     fp8_recipe: str
     fast: bool  # sum the forward product with fewer bits
-    in_bf16: str  # products that are made in bfloat16: some of PRODUCTS, with spaces between them
+    in_bf16: str  # products that are made in bfloat16, as `levels.PRECISIONS` names them
     train: bool
     dtype: torch.dtype  # of the output
     x_state: int = -1  # handles of a DelayedState, -1 if the recipe has none
@@ -182,7 +182,8 @@ class Products:
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.g_state = DelayedState(*history, latest)
-            self.x_state = DelayedState(*history, latest, self.g_state)
+            learns = "wgrad" not in in_bf16  # or gradients may never be cast
+            self.x_state = DelayedState(*history, latest, self.g_state if learns else None)
             self.w_state = w_state or WeightScale()
             if device is not None:  # a CUDA graph that is captured later holds their addresses
                 for state in (self.x_state, self.g_state, self.w_state):
@@ -192,6 +193,11 @@ class Products:
     def finished(self) -> bool:
         """Whether all products are in bfloat16 by now: finishing.py."""
         return self.in_bf16 == PRECISIONS["bf16"]
+
+    @property
+    def reads_codes_only(self) -> bool:
+        """Whether no product reads the weight itself."""
+        return not {"forward", "dgrad"}.intersection(self.in_bf16.split())
 
     def options(self, train: bool, dtype: torch.dtype, backward: bool = False) -> Options:
         """Return the settings that forward and backward need; `backward`: there will be one, to x or a weight."""
@@ -298,7 +304,9 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
         return _without_t(Operand(*by_row, *by_column), transposed)
     if options.fp8_recipe == "tokenwise":
         codes, scale, parts = ops.cast_rows(x, fmt)
-        return Operand(codes, scale, *cast_matrix(x, fmt_t, False, transposed, parts)[2:])
+        if not transposed:
+            return _without_t(Operand(codes, scale, codes, scale), False)
+        return Operand(codes, scale, *cast_matrix(x, fmt_t, False, True, parts)[2:])
     if options.fp8_recipe == "current":
         amax = noted(x, "parts")
         operand = cast_matrix(x, fmt, True, transposed and not another, amax)

@@ -57,8 +57,9 @@ class LayerChoices:
     in_bf16: dict[str, str] = field(default_factory=dict)
     # Names of layers that make logits in bfloat16.
     heads: list[str] = field(default_factory=list)
-    # Options without an effect.
+    # Options without an effect, and what says so.
     idle: list[str] = field(default_factory=list)
+    precision: Any = None  # a Precision
     # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -88,7 +89,7 @@ def choose_layers(
             reason = f"{type(module).__name__} reads it itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
     precision = Precision(model, recipe, compute)
-    layers.idle += precision.idle
+    layers.precision, layers.idle = precision, precision.idle
     least = least_rows_of(model) if by_size else {}
     for name, module in model.named_modules():
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
@@ -103,11 +104,14 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        if compute != "bf16" and (products := precision.of(module)[0]):
+        products, reason = precision.of(module) if compute != "bf16" else ("", "")
+        if products not in ("", PRECISIONS["bf16"]) and experts.is_experts(module):
+            layers.idle.append(f"experts make no single products in bfloat16: {name} ({products})")
+        elif products:
             layers.in_bf16[name] = products
             layers.heads += [name] * (module in precision.heads and "forward" in products)
             if products == PRECISIONS["bf16"]:
-                layers.skipped.append((name, precision.of(module)[1]))
+                layers.skipped.append((name, reason))
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":

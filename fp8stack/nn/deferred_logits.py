@@ -14,8 +14,9 @@ logits between head and loss (Gemma's soft caps, Granite's and Cohere's factors)
 and everything is right; a warning says so once. Neither classes nor transformers are patched, so `restore`, copies and
 pickles are those of other mix-ins (`mixin.py`), and names of classes stay, by which transformers saves models.
 
-Not deferred are evaluation, generation, forwards without labels or gradients, graphs of torch.compile, and heads that
-FSDP2 or DeepSpeed gather by themselves, whose weights are gone when the loss is taken.
+Not deferred are evaluation, generation, forwards without labels or gradients, graphs of torch.compile, heads with
+hooks, and heads that FSDP2 or DeepSpeed gather by themselves, whose weights are gone when the loss is taken. Logits
+that are asked for after the head's weight has changed raise.
 
 Limits: logits that go into an `autograd.Function` past torch's functions give it no gradients; backward says so.
 """
@@ -36,7 +37,7 @@ from fp8stack.formats import FLOATS
 from .bf16_storage import output_dtype
 from .fused_loss import linear_cross_entropy
 from .layer_kinds import kind_of, sizes_of
-from .mixin import Fused, mix
+from .mixin import Fused, has_hooks, mix
 from .te import TeLayer
 
 _OF_SHAPE = (
@@ -57,6 +58,7 @@ class _Pending:
     def __init__(self, hidden: Tensor, head: DefersLogits) -> None:
         self.hidden, self.head, self.dtype = hidden, head, output_dtype(hidden)
         self.fused = False  # into a loss
+        self.versions = [p._version for p in head.parameters(recurse=False)]
         self.made: Tensor | None = None
         self.version = 0  # of that: who reads logits may write to them
         kind = hidden.device.type
@@ -66,6 +68,11 @@ class _Pending:
     def values(self, anew: bool = False) -> Tensor:
         """Return what the head makes; `anew`: not what was made before, if somebody has written to it."""
         if self.made is None or (anew and self.made._version != self.version):
+            if self.versions != [p._version for p in self.head.parameters(recurse=False)]:
+                raise ModelError(
+                    "logits that fuse_loss=True has not made were asked for after a step changed the head's weight. "
+                    "Read output.logits before optimizer.step(), or initialize with fuse_loss=False."
+                )
             with torch.enable_grad(), torch.autocast(**self.autocast):
                 made: Tensor = self.head.plain_forward(self.hidden)
             if self.made is not None:
@@ -183,7 +190,9 @@ class FusesLoss(Fused):
             labels = args[place] if len(args) > place else kwargs.get("labels")
             head = self.get_output_embeddings()
             waits = labels is not None and self.training and isinstance(head, DefersLogits)
-            if not waits or torch.compiler.is_compiling() or _comes_and_goes(head):
+            # A hook is to see logits.
+            read = waits and (_comes_and_goes(head) or has_hooks(head))
+            if not waits or torch.compiler.is_compiling() or read:
                 return cls.forward(self, *args, **kwargs)
             waiting: list[_Pending] = []
             head.waiting = waiting

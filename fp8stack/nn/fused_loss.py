@@ -17,9 +17,10 @@ in bfloat16 each chunk would round the sum anew.
 A chunk has as many rows as a hidden state has elements, 1,024 at least. Its logits then have as many elements as the
 weight, so that neither they nor the sum of `dw`, which each chunk reads and writes, outgrow the other.
 
-Limits: no second derivatives. float16 multiplies in bfloat16, whose range needs no scale. Delayed scaling and a
-monitor's samples leave this layer out: its scales are current ones. Under torch.compile `dw` of a chunk is rounded to
-bfloat16 before it is added.
+Limits: no second derivatives. The gradient of the input is rounded twice in 16 bits, as it is made and as it is
+multiplied. A float32 model without autocast has logits in bfloat16 where its head is in FP8 or bfloat16. float16
+multiplies in bfloat16, whose range needs no scale. Delayed scaling and a monitor's samples leave this layer out: its
+scales are current ones. Under torch.compile `dw` of a chunk is rounded to bfloat16 before it is added.
 """
 
 from __future__ import annotations
@@ -187,8 +188,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _scaled(x: Tensor, factor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return x × factor, rounded once."""
-    if ops.is_traced(x):
-        return (x * factor).to(dtype).view(shape)
+    # A tensor of 16 bits would round a factor that is a tensor on a GPU to its own dtype.
+    if ops.is_traced(x) or x.dtype is not torch.float32:
+        return (x.float() * factor).to(dtype).view(shape)
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype)).view(shape)
 
 
@@ -252,10 +254,11 @@ class _Fp8Head(_Head):
     def prepare(self) -> None:
         options, codes, scale = self.options, None, None
         self.squares = options.fp8_recipe == "blockwise"
-        if options.in_bf16:
+        if {"forward", "dgrad"}.intersection(options.in_bf16.split()):
             super().prepare()
         if "forward" not in options.in_bf16:
-            self.w8 = casts.cast_weight(self.weight, options, self.need[0], len(self.rows))
+            kept = self.need[0] and "dgrad" not in options.in_bf16
+            self.w8 = casts.cast_weight(self.weight, options, kept, len(self.rows))
             codes, scale = self.w8.codes_t, self.w8.scale_t
         if self.need[0] and "dgrad" not in options.in_bf16:
             self.back = casts.weight_for_backward(self.weight, codes, scale, options)

@@ -7,6 +7,7 @@ them. So `head=` says how it multiplies:
     "bf16"           all three products in bfloat16
     "forward-bf16"   logits in bfloat16; the gradients of input and weight in FP8, which is most of the time saved
     "fp8"            as any other layer
+    "auto"           "forward-bf16" where such a layer is found; with TransformerEngine "bf16"
 
 A layer is a head if its weight is an embedding's. So is one outside lists of blocks with a usual name, if it has as
 many outputs as the largest embedding has rows, or somewhat more (vocabularies are padded). Where there is none of
@@ -23,7 +24,7 @@ from torch import nn
 
 from .layer_kinds import kind_of, sizes_of
 
-HEAD = 'it makes the logits, which head="bf16" leaves in bfloat16'
+HEAD = "it makes the logits, which are left in bfloat16"
 """Why a product is in bfloat16 that could be in FP8."""
 USUAL_NAMES = (
     "lm_head", "head", "output", "decoder", "embed_out", "proj_out", "ff_out", "unembed", "to_logits",

@@ -231,7 +231,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             dx = crop(dx, ctx.x_shape)
         else:
             w = values_of(weight)
-            dx = bf16_matmul(grad, w if options.turned else w.t(), None, "").to(ctx.x_dtype)
+            dx = _bf16_gradient(grad, w if options.turned else w.t(), ctx.x_dtype)
     if need_w:
         if w_in_fp8:
             operands = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
@@ -240,10 +240,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             left, right = (
                 t.reshape(-1, t.shape[-1]) for t in ((x, grad) if options.turned else (grad, x))
             )
-            dw = bf16_matmul(left.t(), right.t(), None, "").to(ctx.weight_dtype)
+            dw = _bf16_gradient(left.t(), right.t(), ctx.weight_dtype)
     if need_b:
         db = bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, db, *_NONE
+
+
+def _bf16_gradient(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b.T, multiplied in bfloat16, in `dtype`, whatever autocast says around a backward."""
+    with torch.autocast(a.device.type, enabled=False):
+        return nn.functional.linear(a.bfloat16(), b.bfloat16()).to(dtype)
 
 
 _NONE = (None,) * 9
@@ -257,19 +263,19 @@ def product(
     b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
     fast: bool = False,  # sum with fewer bits, where the GPU has a way to
-    bias: Tensor | None = None,  # [n]; not with scales of blocks
+    bias: Tensor | None = None,  # [n]; None with scales of blocks
     squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
     if not a.is_cuda and torch.is_autocast_enabled("cpu"):  # which rounds what a CPU adds up
         with torch.autocast("cpu", enabled=False):
             return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
-    if a_scale.ndim == 1:
-        return ops.matmul_rows(a, a_scale, b, b_scale, dtype, fast)
     if a_scale.ndim == 2:
         return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
-    if not a.is_cuda:
-        y: Tensor = _scaled_mm_on_cpu(a, b, a_scale, b_scale, dtype, fast)
+    if a_scale.ndim == 1 or not a.is_cuda:
+        multiply = ops.matmul_rows if a_scale.ndim else _scaled_mm_on_cpu
+        own = (a, a_scale, b, b_scale) if a_scale.ndim else (a, b, a_scale, b_scale)
+        y: Tensor = multiply(*own, dtype, fast)
         return y if bias is None else y + bias.to(dtype)
     fused = bias if dtype in _FUSED_BIAS else None
     y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)

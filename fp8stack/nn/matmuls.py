@@ -123,8 +123,11 @@ class BareMatmuls:
         self.left: Counter[str] = Counter()  # products that were left to torch, by reason
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
         inputs = InputCodes()
-        self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
-        self._head_products = Products(self.recipe, in_bf16="forward")
+        in_bf16 = PRECISIONS["wgrad-bf16" if recipe.wgrad == "bf16" else "fp8"]
+        self._products = [
+            Products(self.recipe, turned=t, inputs=inputs, in_bf16=in_bf16) for t in (False, True)
+        ]
+        self._head_products = Products(self.recipe, in_bf16=f"forward {in_bf16}".strip())
 
     def __reduce__(self) -> Any:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.

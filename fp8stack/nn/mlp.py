@@ -235,7 +235,8 @@ class _MLP(torch.autograd.Function):
         gate, up = inputs[0], inputs[1] if count == 3 else None
         if options[0].fp8_recipe == "tokenwise":
             h_codes, each = ops.activation_cast_rows(gate, up, activation, E4M3)
-            h_scale = each.amax()  # the scale of the largest magnitude, for backward
+            # that of the largest magnitude, for backward
+            h_scale = each.amax() if each.numel() else each.new_zeros(())
         else:
             h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
             each = h_scale

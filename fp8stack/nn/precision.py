@@ -5,12 +5,15 @@
     dw = dy.T @ x    wgrad
 
 The forward makes most of FP8's error in a gradient, and a few layers make most of the forward's (docs/numerics.md). So
-the options are, each overriding the ones before it for the layers that it is about:
+the options are
 
     wgrad          the weight's gradient of all layers
     head           the layer that makes logits (`heads.py`)
     first_last     the first and last blocks: the elements of the model's outermost ModuleLists
     precision_for  layers by their names
+
+Of the last three, the later one decides about a layer. What `wgrad` says is added, but where "fp8" is asked for by
+name.
 
 TransformerEngine makes all products of a layer alike: a layer that would be only partly in bfloat16 is wholly.
 """
@@ -40,7 +43,6 @@ class Precision:
         self._own: dict[nn.Module, tuple[str, str]] = {}  # products, and the reason
         self._whole = compute == "te"
         head = PRECISIONS["forward-bf16" if recipe.head == "auto" else recipe.head]
-        head = " ".join(dict.fromkeys([*head.split(), *self._default.split()]))
         for module in self.heads:
             self._set(module, head, HEAD)
         if recipe.first_last:
@@ -54,7 +56,8 @@ class Precision:
         for pattern, how in recipe.precision_for:
             found = [m for name, m in names.items() if name and fnmatchcase(name, pattern)]
             for module in found:
-                self._set(module, PRECISIONS[how], f'precision_for leaves "{pattern}" in bfloat16')
+                reason = f'precision_for leaves "{pattern}" in bfloat16'
+                self._set(module, PRECISIONS[how], reason, alone=how == "fp8")
             if not found:
                 meant = did_you_mean(pattern, names)
                 self.idle.append(
@@ -66,7 +69,9 @@ class Precision:
         products, reason = self._own.get(module, (self._default, ""))
         return (_ALL if self._whole and products and reason else products), reason
 
-    def _set(self, module: nn.Module, products: str, reason: str) -> None:
+    def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
+        if not alone and self._default not in products:
+            products = f"{products} {self._default}".strip()
         self._own.update(dict.fromkeys(module.modules(), (products, reason)))
 
 

@@ -102,7 +102,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     for name, (module, own, key) in fp8_products(model).items():
         if recipe is None or not key:
             continue
-        if not {"forward", "dgrad"}.intersection(own.in_bf16.split()):
+        if own.reads_codes_only:
             weight = module.get_parameter(key)
             codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
         if "wgrad" not in own.in_bf16:

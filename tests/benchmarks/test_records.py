@@ -96,7 +96,7 @@ def read(path):
 BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     accuracy: (
         ["--tokens", "64", "--window", "16"],
-        ["float32", "current, head out", "current, only head"],
+        ["float32", "default", "current, only head"],
     ),
     attention: (["--steps", "2"], ["plain", "sdpa, its choice", "sdpa math"]),
     comm: (
@@ -115,7 +115,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     frameworks: (["--steps", "2"], ["fsdp2 bf16", "fsdp2 O2 native"]),
     gradient_noise: (
         ["--tokens", "128", "--window", "16", "--batch", "2"],
-        ["bf16", "current", "current, head out", "blockwise"],
+        ["bf16", "current", "default", "blockwise"],
     ),
     gradients: (["--steps", "0"], ["bf16", "native current", "native delayed", "native blockwise"]),
     linear: (["--iterations", "10", "--bursts", "1"], ["bf16", linear.NATIVE]),

@@ -182,18 +182,36 @@ def test_deferred_logits_are_tensors():
         Loss.apply(logits).backward()
 
 
-def test_what_is_written_to_logits_stays(calls):
-    """To those that the loss then takes (Chameleon masks words so), and to copies in another dtype."""
+def mask(module, args, logits):
+    logits[..., :3] = -1e9
 
-    def mask(module, args, logits):
-        logits[..., :3] = -1e9
 
+@pytest.mark.parametrize("hook", ["forward", "full_backward"])
+def test_a_head_with_hooks_makes_logits_for_them(hook, calls, recwarn):
+    seen = []
     fused, plain = (build("Llama", fuse)[0] for fuse in (True, False))
     for model in (fused, plain):
-        model.lm_head.register_forward_hook(mask)
-    with pytest.warns(Fp8StackWarning, match="changes logits between head and loss"):
-        assert_close(results(fused), results(plain))
+        if hook == "forward":
+            model.lm_head.register_forward_hook(mask)
+        else:
+            model.lm_head.register_full_backward_hook(lambda *given: seen.append(given[2][0].shape))
+    assert_close(results(fused), results(plain))
     assert not calls
+    assert len(seen) == 2 * (hook == "full_backward")
+    assert not [w for w in recwarn if "changes logits" in str(w.message)]
+
+
+def test_logits_are_not_made_of_weights_that_were_stepped_since():
+    model, _ = build("Llama")
+    logits = model(**draw()).logits
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(ModelError, match="after a step changed the head's weight"):
+        logits.argmax(-1)
+
+
+def test_what_is_written_to_logits_stays():
+    """To those, and to copies in another dtype."""
     logits = results(build("Llama")[0])[2].logits
     low, again = logits.to(torch.bfloat16), logits.to(torch.bfloat16)
     with torch.no_grad():

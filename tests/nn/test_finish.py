@@ -122,7 +122,7 @@ def test_the_card_says_so_once_and_restore_undoes_it(said):
     model, optimizer = fp8stack.restore(model, optimizer)
     assert type(model[1]) is nn.Linear
     model, optimizer = fp8stack.initialize(model, optimizer, "O2")
-    assert "fp8=hybrid, current" in repr(model)
+    assert "fp8=hybrid, tokenwise" in repr(model)
 
 
 def test_without_fp8_there_is_nothing_to_finish(said):

@@ -208,9 +208,7 @@ def test_a_head_in_bfloat16_is_said_stored_and_restored():
     report = fp8stack.get_report(model)
     assert isinstance(model.lm_head, Bf16Layer)
     assert report.fallbacks == []
-    assert 'lm_head.weight (it makes the logits, which head="bf16" leaves in bfloat16)' in str(
-        report
-    )
+    assert "lm_head.weight (it makes the logits, which are left in bfloat16)" in str(report)
     assert "logits in bf16: lm_head" in str(report)
     assert "lm_head.weight" in report.stored
     assert 0.5 < report.share < 1

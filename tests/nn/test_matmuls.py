@@ -37,7 +37,10 @@ class Bare(nn.Module):
 
 def fp8(model, **overrides):
     """Let the model's products run in FP8; return the record of them."""
-    recipe = recipe_for("O0", **{"matmuls": True, "select": "all", "head": "fp8", **overrides})
+    recipe = recipe_for(
+        "O0",
+        **{"matmuls": True, "select": "all", "head": "fp8", "fp8_recipe": "current", **overrides},
+    )
     skipped = skipped_modules(model, recipe)[0]
     chosen = [m for m, why in bare_modules(model, recipe, skipped).items() if not why]
     return apply_matmuls(model, recipe, chosen, skipped)
@@ -541,7 +544,8 @@ class Outer(nn.Module):
 
 def test_auto_looks_where_parameters_are_multiplied_and_nowhere_else(device):
     model, tokens = TiedByHand().to(device), torch.arange(64, device=device).view(2, 32)
-    fp8stack.initialize(model, None, "O0", compute="native", select="all", head="fp8")
+    options = {"compute": "native", "select": "all", "fp8_recipe": "current", "head": "fp8"}
+    fp8stack.initialize(model, None, "O0", **options)
     assert isinstance(model, MultipliesParameters)
     assert not isinstance(model.body[1], MultipliesParameters)
     y, report = model(tokens), fp8stack.get_report(model)

@@ -247,7 +247,8 @@ KINDS = {
 
 
 @every_two(
-    2, recipe=["current", "delayed"], fmt=["hybrid", "e4m3"], dtype=[torch.float32, torch.bfloat16], kind=KINDS
+    2, recipe=["current", "tokenwise", "delayed"], fmt=["hybrid", "e4m3"],
+    dtype=[torch.float32, torch.bfloat16], kind=KINDS
 )  # fmt: skip
 def test_results_are_those_of_the_unfused_block_within_rounding(recipe, fmt, dtype, kind, device):
     """The unfused one rounds the activation and its gradients to the model's dtype before the cast. In bfloat16 that

@@ -102,10 +102,10 @@ def test_later_options_win_and_the_card_says_which():
     assert in_bf16 == ["layers.4.down"]
     assert found["layers.0.down"] == "dgrad wgrad"
     assert found["layers.2.down"] == found["end"] == "wgrad"
-    assert {found[f"layers.{i}.q_proj"] for i in range(5)} == {"forward"}
+    assert {found[f"layers.{i}.q_proj"] for i in range(5)} == {"forward wgrad"}
     assert {found[f"layers.{i}.k_proj"] for i in range(5)} == {""}
     report = str(fp8stack.get_report(model))
-    assert "5 × forward in bf16: layers.0.q_proj, ..." in report
+    assert "5 × forward and wgrad in bf16: layers.0.q_proj, ..." in report
     assert "4 × wgrad in bf16: layers.1.down, ..." in report
     assert fp8stack.get_report(model).outside == {
         "layers.4.down.weight": "first_last=1 leaves its block in bfloat16"
@@ -122,18 +122,80 @@ def test_ends_are_found_in_each_outermost_list():
     assert {"encoder.end", "decoder.end"} < fp8
 
 
-def test_attention_and_experts_are_left_whole():
-    model = nn.Sequential(nn.MultiheadAttention(64, 4))
-    x = torch.randn(40, 64)
-    found = []
-    for how in ("fp8", "forward-bf16", "bf16"):
-        twin = copy.deepcopy(model)
+def test_attention_has_products_of_its_own():
+    model, x = nn.Sequential(nn.MultiheadAttention(64, 4)), torch.randn(40, 64)
+    gradient, found = torch.randn(40, 64), {}
+    for how in PRECISIONS:
+        twin, given = copy.deepcopy(model), x.clone().requires_grad_()
         fp8stack.initialize(twin, None, "O0", select="all", precision_for={"*": how})
-        found.append(twin[0](x, x, x)[0])
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = model[0](x, x, x)[0].float()
-    assert (found[0] - plain).abs().max() > 4 * (found[1] - plain).abs().max()
-    assert_same_bits(found[1], found[2])
+        y = twin[0](given, given, given)[0]
+        y.backward(gradient)
+        found[how] = y, given.grad, twin[0].in_proj_weight.grad
+    for how, same, results in (  # output, gradients of input and weight
+        ("forward-bf16", "bf16", (True, False, False)),
+        ("backward-bf16", "fp8", (True, False, False)),
+        ("wgrad-bf16", "fp8", (True, True, False)),
+        ("bf16", "fp8", (False, False, False)),
+    ):
+        for a, b, alike in zip(found[how], found[same], results, strict=True):
+            assert torch.equal(a, b) == alike, (how, same)
+
+
+@pytest.mark.parametrize("options", [{"wgrad": "bf16"}, {"precision_for": {"*ts": "forward-bf16"}}])
+def test_what_does_not_reach_experts_is_said(options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "intermediate_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    with pytest.warns(Fp8StackWarning, match="experts make no single products in bfloat16: model"):
+        fp8stack.initialize(model, None, "O0", select="all", **options)
+    assert not any("experts" in name for name in fp8stack.get_report(model).in_bf16)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(96, 96) / 10)
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def test_bare_parameters_follow_wgrad_and_say_what_does_not_reach_them():
+    x, found = torch.randn(64, 96), []
+    for wgrad in ("fp8", "bf16"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Bare())
+        fp8stack.initialize(model, None, "O0", wgrad=wgrad)
+        y = model(x)
+        y.square().sum().backward()
+        found.append((y, model[0].w.grad))
+    assert_same_bits(found[0][0], found[1][0])
+    g = 2 * found[1][0].detach()
+    assert_same_bits(found[1][1], bf16_matmul(x.t(), g.t(), None, ""))
+    assert (found[0][1] - found[1][1]).abs().max() > 0
+    with pytest.warns(Fp8StackWarning, match="products by bare parameters of Bare are in FP8"):
+        fp8stack.initialize(nn.Sequential(Bare()), None, "O0", precision_for={"0": "bf16"})
+
+
+def test_float16_s_autocast_does_not_end_weight_gradients_at_its_range(device):
+    """A product in bfloat16 goes to the weight's float32, not by way of float16."""
+    model = nn.Sequential(nn.Linear(32, 16)).to(device)
+    fp8stack.initialize(model, None, "O0", select="all", precision_for={"0": "wgrad-bf16"})
+    x = torch.full((64, 32), 200.0, device=device)
+    with torch.autocast(device, torch.float16):
+        y = model(x)
+        y.backward(torch.full_like(y, 10.0))
+    assert_same_bits(model[0].weight.grad, torch.full_like(model[0].weight, 64 * 2000.0))
+
+
+def test_histories_learn_where_no_gradient_is_cast():
+    model, optimizer = started(fp8_recipe="delayed", precision_for={"end": "backward-bf16"})
+    for _ in range(3):
+        model(torch.randn(2, 32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.end.products.x_state.casts == 3
 
 
 @pytest.mark.parametrize(
@@ -182,6 +244,7 @@ def test_ranks_send_in_fp8_what_only_fp8_products_read():
     precisions = {"*q_proj": "forward-bf16", "*k_proj": "wgrad-bf16", "*down": "backward-bf16"}
     model, _ = started(model=Model(1), precision_for=precisions)
     assert _weights(model) == {model.layers[0].k_proj.weight, model.end.weight}
+    assert not model.layers[0].down.products.reads_codes_only
 
 
 def test_mlps_with_products_in_bfloat16_are_not_fused():
@@ -207,7 +270,7 @@ def test_training_checkpoints_copies_and_graphs_go_on(level, recipe):
     y = model(x)
     for copied in COPIES.values():
         twin = copied(model)
-        assert twin.layers[0].q_proj.products.in_bf16 == "forward"
+        assert twin.layers[0].q_proj.products.in_bf16 == "forward wgrad"
         # copies learn their scales anew, and hold weights with the bits of masters
         if (level, recipe) == ("O0", "tokenwise"):
             assert_same_bits(twin(x), y)

@@ -96,7 +96,7 @@ def test_is_the_same_module_under_another_class():
     assert isinstance(layer, nn.Linear)
     assert (list(layer.state_dict()), [id(p) for p in layer.parameters()]) == (keys, parameters)
     assert list(layer.modules()) == [layer]
-    assert "te=current" in repr(layer)
+    assert "te=auto" in repr(layer)  # `initialize` says what that is
 
 
 @pytest.mark.parametrize("how", COPIES)
