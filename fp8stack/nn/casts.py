@@ -439,7 +439,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
         return Operand(*ops.cast_1x128(grad, fmt))
     if options.fp8_recipe == "rowwise":
         none = grad.new_empty((0, 0), dtype=fmt.dtype), grad.new_empty(0)
-        plain = _by_rows(grad, fmt) if x else none
+        plain = _by_rows(grad, fmt) if x or options.probe is not None else none
         return Operand(*plain, *(_by_rows(grad, fmt, transposed=True) if w else none))
     learn = learn and options.train
     codes, turned, scale = ops.cast_delayed(grad, fmt, options.g_state, learn, False)
