@@ -194,7 +194,7 @@ class Config:
                     )
         self._check_run_name()
         self._check_fuse()
-        self._check_skip()
+        self._check_te_blocks()
         if self.overwrite and self.resume:
             raise ConfigError(
                 "--overwrite deletes what --resume goes on from. Leave one of them out."
@@ -258,8 +258,8 @@ class Config:
         """Return from which step on, counted from 0, --bf16-last has products in bfloat16."""
         return self.steps - round(self.bf16_last * self.steps)
 
-    def _check_skip(self) -> None:
-        """Raise ConfigError for patterns that name TransformerEngine's blocks or parts: those multiply as a whole."""
+    def _check_te_blocks(self) -> None:
+        """Raise ConfigError for what would change TransformerEngine's blocks or parts: those multiply as a whole."""
         parts = "", ".attention_in", ".output", ".feed_forward"
         names = [f"blocks.{i}{part}" for i in range(SIZES[self.model].layers) for part in parts]
         found = [p for p in self.skip if any(fnmatchcase(name, p) for name in names)]

@@ -41,7 +41,7 @@ def shard(model, mesh, dtype=None, reshard=True):
 def make(device, mesh, dtype=None, kind=TinyLM, reshard=True, skip=()):
     """Return a sharded model whose Linear layers are FP8 layers."""
     torch.manual_seed(0)
-    options = {"compute": "native", "select": "all", "skip": list(skip)}
+    options = {"compute": "native", "select": "all", "head": "fp8", "skip": list(skip)}
     model, _ = fp8stack.initialize(kind().to(device), None, "O0", **options)
     return shard(model, mesh, dtype, reshard)
 

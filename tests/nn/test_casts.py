@@ -166,7 +166,9 @@ def test_a_weight_is_cast_in_forward_and_where_nothing_is_kept_in_backward(
         assert seen.count((16, 48)) == 1
         y.sum().backward()
         assert seen.count((16, 48)) == 1 + again + (not rows)
-        assert len(seen) == 3 + 2 * again + (not rows)
+        # Without gradients, a cast by rows is all there is of an input.
+        untransposed = recipe == "tokenwise" and reentrant is True
+        assert len(seen) == 3 + 2 * again + (not rows) - untransposed
         seen.clear()
 
 
