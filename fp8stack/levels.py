@@ -251,7 +251,7 @@ def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
     where = f"precision_for={given!r}: "
     pairs = given.items() if isinstance(given, Mapping) else given
     if not isinstance(given, (Mapping, list, tuple)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] and isinstance(pair[0], str)
         for pair in pairs
     ):
         raise ConfigError(

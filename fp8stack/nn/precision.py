@@ -42,6 +42,11 @@ class Precision:
         self._default = PRECISIONS["wgrad-bf16" if recipe.wgrad == "bf16" else "fp8"]
         self._own: dict[nn.Module, tuple[str, str]] = {}  # products, and the reason
         self._whole = compute == "te"
+        if self._whole and self._default:
+            self._default = ""
+            self.idle.append(
+                'wgrad="bf16" has no effect: TransformerEngine makes all products of a layer alike'
+            )
         head = PRECISIONS["forward-bf16" if recipe.head == "auto" else recipe.head]
         for module in self.heads:
             self._set(module, head, HEAD)
@@ -67,7 +72,7 @@ class Precision:
     def of(self, module: nn.Module) -> tuple[str, str]:
         """Return the products of a layer that are in bfloat16, with spaces between them, and why."""
         products, reason = self._own.get(module, (self._default, ""))
-        return (_ALL if self._whole and products and reason else products), reason
+        return (_ALL if self._whole and products else products), reason
 
     def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
         if not alone and self._default not in products:

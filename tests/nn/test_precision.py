@@ -221,6 +221,7 @@ def test_what_has_no_effect_is_said(options, told):
         ({"precision_for": {"*": "fp16"}}, "precision must be one of"),
         ({"precision_for": ["*"]}, "it is a dict of patterns"),
         ({"precision_for": 3}, "it is a dict of patterns"),
+        ({"precision_for": {"": "bf16"}}, "it is a dict of patterns"),
         ({"first_last": -1}, "first_last=-1 must be an integer"),
         (
             {"wgrad": "bf16", "compute": "te"},
@@ -238,6 +239,9 @@ def test_transformer_engine_leaves_layers_whole():
     layers = choose_layers(Model(1), recipe, {}, set(), compute="te")
     assert layers.in_bf16 == {"layers.0.q_proj": "forward dgrad wgrad"}
     assert [name for name, _, _ in layers.gemm] == ["layers.0.k_proj", "layers.0.down", "end"]
+    layers = choose_layers(Model(1), recipe_for("O0", wgrad="bf16"), {}, set(), compute="te")
+    assert layers.in_bf16 == {}
+    assert 'wgrad="bf16" has no effect' in layers.idle[0]
 
 
 def test_ranks_send_in_fp8_what_only_fp8_products_read():

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 17_880
-TESTS_CAP = 28_760
+LIBRARY_CAP = 17_885
+TESTS_CAP = 28_766
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
