@@ -318,7 +318,7 @@ def _without_effect(
     model: nn.Module, recipe: Recipe, compute: str, layers: LayerChoices, bare: dict[nn.Module, str]
 ) -> list[str]:
     """Return what to say of options of a recipe that reach nothing in this model."""
-    told = layers.idle
+    told = [*layers.idle]
     if recipe.frozen == "fp8" and all(why for _, _, why in layers.frozen):
         none = "no Linear layer's weight is frozen (requires_grad=False) at the call"
         none = listed({name: why for name, _, why in layers.frozen}) or none

@@ -350,7 +350,7 @@ matmul_blocks = _operator(
 cast_rows = _operator(
     "cast_rows(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)",
     by_row.cast_rows,
-    lambda x, fmt: _by_row(x, fmt),
+    _by_row,
 )
 matmul_rows = _operator(
     "matmul_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool fast) -> Tensor",

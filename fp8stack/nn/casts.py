@@ -41,7 +41,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
 from fp8stack.kernels.reference.delayed_state import STATES, DelayedState
-from fp8stack.levels import PRECISIONS, Recipe
+from fp8stack.levels import PRECISIONS, Recipe, recipe_for
 from fp8stack.version import __version__
 
 from .frozen import FrozenWeight
@@ -259,6 +259,10 @@ class InputCodes:
 
     def __reduce__(self) -> Any:
         return InputCodes, ()
+
+
+DEFAULT = Products(recipe_for("O0"))
+"""Of products that no layer's settings are for; made here, as Dynamo makes no recipe."""
 
 
 class _Mark:

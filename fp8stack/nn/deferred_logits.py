@@ -18,7 +18,8 @@ Not deferred are evaluation, generation, forwards without labels or gradients, g
 hooks, and heads that FSDP2 or DeepSpeed gather by themselves, whose weights are gone when the loss is taken. Logits
 that are asked for after the head's weight has changed raise.
 
-Limits: logits that go into an `autograd.Function` past torch's functions give it no gradients; backward says so.
+Limits: logits that go into an `autograd.Function` past torch's functions give it no gradients; backward says so. A hook
+that is put on logits (`output.logits.register_hook`) sees no gradient: there is none of logits that are not made.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import TOKENS
-from fp8stack.levels import recipe_for
 from fp8stack.tensor_kinds import is_sharded
 
 from . import casts, linear
@@ -43,7 +42,6 @@ from .layer_kinds import is_turned, kind_of
 from .te import TeLayer
 
 LEAST_ROWS = 1024  # of a chunk
-_PLAIN = casts.Products(recipe_for("O0"))  # Dynamo makes no recipe
 _ADDS_IN_FLOAT32 = hasattr(torch.ops.aten.addmm, "dtype_out")  # a product of bfloat16, on a GPU
 
 
@@ -99,7 +97,7 @@ def _resolve(
 ) -> tuple[Tensor, Tensor | None, str, casts.Options]:
     """Return weight and bias of a head, and how it multiplies `hidden`: "plain", "bf16" or "fp8", with Options."""
     dtype, how = output_dtype(hidden), "plain"
-    options = _PLAIN.options(True, dtype)._replace(products=None)
+    options = casts.DEFAULT.options(True, dtype)._replace(products=None)
     if not isinstance(head, nn.Module):
         weight = head
     elif kind_of(head) is None or isinstance(head, TeLayer):
@@ -300,11 +298,10 @@ class _Fp8Head(_Head):
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` [m, n], float32."""
-    if ops.is_traced(a):
-        total += a @ b
-    elif a.is_cuda and a.dtype is not torch.float32 and _ADDS_IN_FLOAT32:
+    in_place = _ADDS_IN_FLOAT32 and a.dtype is not torch.float32 and not ops.is_traced(a)
+    if a.is_cuda and in_place:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-    elif a.is_cuda:
+    elif a.is_cuda or ops.is_traced(a):
         total += a @ b
     else:
         total.addmm_(a.float(), b.float())

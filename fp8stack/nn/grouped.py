@@ -35,13 +35,11 @@ from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.rows import rows_needed
-from fp8stack.levels import recipe_for
 
 from . import casts, linear
 from .bf16_storage import output_dtype
 
 _kernel: Any = getattr(torch, "_scaled_grouped_mm", None)
-_PRODUCTS = casts.Products(recipe_for("O0"))  # Dynamo makes no recipe
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
             )
     if reason := obstacle(weight):
         raise ModelError(f"grouped_matmul got {shapes}: {reason}.")
-    return multiply_some(x, weight, offs, _PRODUCTS, True)
+    return multiply_some(x, weight, offs, casts.DEFAULT, True)
 
 
 def multiply_some(

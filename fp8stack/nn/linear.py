@@ -272,14 +272,15 @@ def product(
             return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
     if a_scale.ndim == 2:
         return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
-    if a_scale.ndim == 1 or not a.is_cuda:
-        multiply = ops.matmul_rows if a_scale.ndim else _scaled_mm_on_cpu
-        own = (a, a_scale, b, b_scale) if a_scale.ndim else (a, b, a_scale, b_scale)
-        y: Tensor = multiply(*own, dtype, fast)
-        return y if bias is None else y + bias.to(dtype)
-    fused = bias if dtype in _FUSED_BIAS else None
-    y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)
-    return y if bias is fused or bias is None else y + bias.to(dtype)
+    if a_scale.ndim == 1:
+        y: Tensor = ops.matmul_rows(a, a_scale, b, b_scale, dtype, fast)
+    elif not a.is_cuda:
+        y = _scaled_mm_on_cpu(a, b, a_scale, b_scale, dtype, fast)
+    else:
+        fused = bias if dtype in _FUSED_BIAS else None
+        y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)
+        bias = None if bias is fused else bias
+    return y if bias is None else y + bias.to(dtype)
 
 
 @torch.library.custom_op("fp8stack_cpu::scaled_mm", mutates_args=())

@@ -53,7 +53,7 @@ from .linear import bf16_matmul, fp8_matmul
 from .mixin import Mixin, mix
 from .select import least_rows, pays
 
-RECIPES = ("auto", "current", "tokenwise", "rowwise", "blockwise")  # others become "current"
+RECIPES = ("current", "tokenwise", "rowwise", "blockwise")  # others become "current"
 TOO_FEW = 'bfloat16 is faster at this size; select="all" takes it'
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"

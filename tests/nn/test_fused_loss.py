@@ -304,7 +304,7 @@ def test_sums_of_the_weights_gradient_lose_no_bits():
     """16 chunks in bfloat16 would: the error of float32's is that of one rounding."""
     head = _Head.__new__(_Head)
     head.options, head.need = (
-        fp8stack.nn.fused_loss._PLAIN.options(True, torch.bfloat16),
+        fp8stack.nn.casts.DEFAULT.options(True, torch.bfloat16),
         [False, True, False],
     )
     torch.manual_seed(0)

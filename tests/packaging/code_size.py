@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 17_885
+LIBRARY_CAP = 17_883
 TESTS_CAP = 28_766
 _NO_CODE = {
     tokenize.COMMENT,
