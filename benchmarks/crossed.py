@@ -6,8 +6,8 @@ Why: the loss that a run logs is that of its own products. A level that ends hig
 have as good ones whose forward is rounded. Only the weights evaluated in bf16 tell which.
 
 A run's last checkpoint is taken back to float32 weights in plain PyTorch: those of O2 are its masters. "bf16" is the
-model under bf16 autocast; "FP8" is level O0 with the options that levels were trained with (`--flag`), strictly: what
-would fall back to bf16 is an error. Windows lie side by side over the validation shards, and none is left out but the
+model under bf16 autocast; "FP8" is level O0 with the options that levels were trained with (`--flag`) and
+`select="all"`, strictly: what would fall back to bf16 is an error, and layers are in FP8 where it makes them slower too. Windows lie side by side over the validation shards, and none is left out but the
 tokens at the end that are no window.
 
 A record has the mean losses of at most BLOCKS pieces of text, of as many windows each, in the order of the text: what
@@ -85,6 +85,7 @@ def in_fp8(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     Raises:
         UnsupportedDeviceError: where they would not be.
     """
+    options = {**options, "select": "all"}
     converted, _ = Level("O0", options, strict=True).apply(copy.deepcopy(model), None, False)
     return converted
 
@@ -96,7 +97,9 @@ def window_losses(model: nn.Module, windows: Iterable[Batch], device: torch.devi
     for tokens, targets in windows:
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(tokens.to(device))
-        own = F.cross_entropy(logits.float().transpose(1, 2), targets.to(device), reduction="none")
+        # of rows: over a dimension in the middle the kernel takes several times as long
+        flat = logits.float().flatten(0, 1), targets.to(device).flatten()
+        own = F.cross_entropy(*flat, reduction="none").view_as(targets)
         found.append(own.double().mean(1))
     return torch.cat(found).cpu().numpy()
 

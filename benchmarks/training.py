@@ -5,12 +5,13 @@
     python benchmarks/training.py --shards DIR --levels off O2 --flag fp8-recipe=delayed --flag fuse=true
     python benchmarks/training.py --shards DIR --model tiny --levels off O2 --steps 6 --device cpu
     python benchmarks/training.py --shards DIR --levels off O0 O2 --seeds 0 1 2 --steps 3200 --warmup 320 \
-        --deterministic --compile --crossed --missing --within 580      # over several calls of ten minutes each
+        --flag select=all --deterministic --compile --crossed --missing --within 580   # over several calls
 
 Each (model, level, seed) is one run of `examples/train_gpt.py`, in a process and on a GPU of its own; those of a model
 and seed have the same weights, data, batch and learning rate. "off" is plain PyTorch, recorded as "bf16": float32
-weights under bf16 autocast and torch's fused AdamW; levels are `fp8stack.initialize` on top, all Linear layers in FP8,
-the head too. The whole effective batch is one micro-batch.
+weights under bf16 autocast and torch's fused AdamW; levels are `fp8stack.initialize` on top. Layers of GPT-2's size are
+mostly left in bf16, which is faster: `--flag select=all` has all in FP8, and tells what FP8 does to a loss. The whole
+effective batch is one micro-batch.
 
 "again" is "off" with the batch in two micro-batches, recorded as "bf16 again": the same samples, whose gradients are
 added up in another order. How far it ends from "off" is what rounding alone does over so many steps, the noise floor:

@@ -32,7 +32,10 @@ SCALING = (
     "amax_history_len",
     "amax_compute_algo",
     "fp8_fast_accum",
+    "select",
     "head",
+    "first_last",
+    "wgrad",
 )
 OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip", "bf16_last")
 LEVEL = ("opt_level", "use_fp8")
@@ -116,6 +119,13 @@ class Config:
     head: str | None = option(
         None, "how what makes logits multiplies; by default the level's", choices=CHOICES["head"]
     )
+    select: str = option(
+        "auto",
+        "which layers multiply in FP8; auto: those that it makes faster, on a GPU",
+        choices=CHOICES["select"],
+    )
+    first_last: int = option(0, "so many first and last blocks multiply in bf16", least=0)
+    wgrad: str = option("fp8", "what makes gradients of weights", choices=CHOICES["wgrad"])
     bf16_last: float = option(
         0.0, "share of --steps, the last ones, whose products are in bf16", least=0, most=1
     )

@@ -64,9 +64,9 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        if config.deterministic:
-            randomness.make_deterministic()
         self.device = build.join_ranks(config.device)
+        if config.deterministic:
+            randomness.make_deterministic(self.device)
         self.rank, self.world = ranks.rank_and_world()
         self.precision = runs.choose_precision(config, self.device)
         self.folder = runs.run_folder(config, self.precision)
