@@ -7,8 +7,9 @@ have as good ones whose forward is rounded. Only the weights evaluated in bf16 t
 
 A run's last checkpoint is taken back to float32 weights in plain PyTorch: those of O2 are its masters. "bf16" is the
 model under bf16 autocast; "FP8" is level O0 with the options that levels were trained with (`--flag`) and
-`select="all"`, strictly: what would fall back to bf16 is an error, and layers are in FP8 where it makes them slower too. Windows lie side by side over the validation shards, and none is left out but the
-tokens at the end that are no window.
+`select="all"`, strictly: what would fall back to bf16 is an error, and layers are in FP8 where it makes them slower
+too. Windows lie side by side over the validation shards, and none is left out but the tokens at the end that are no
+window.
 
 A record has the mean losses of at most BLOCKS pieces of text, of as many windows each, in the order of the text: what
 intervals are computed from (`intervals.py`), of pairs too, without the windows themselves. Windows of a file depend on
