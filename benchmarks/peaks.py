@@ -208,6 +208,8 @@ def _training() -> Iterator[Peak]:
         if _kept_codes(record, precision):
             continue
         micro = p.get("micro_batch", p["batch"])
-        setup = Setup(micro, p["seq"], accumulate=micro < p["batch"])
+        compiled = p.get("compile", False)
+        setup = Setup(micro, p["seq"], accumulate=micro < p["batch"], compile=compiled)
         name = f"training {p['model']} {variant}{' te' * (compute == 'te')}{title and f', {title}'}"
+        name += ", compiled" * compiled
         yield Peak(name, shape, precision, setup, record["peak_gib"])

@@ -202,7 +202,7 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
         "at 6e-4": {"lr": 6e-4, "data": "python-17m"},
         "at 6e-4 on another text": {"lr": 6e-4, "data": "python-tts"},
-        "with `--deterministic`": ONE_ORDER,
+        "on 105 M tokens, compiled, `--deterministic`": ONE_ORDER,
     },
     "llama-1b": {
         "on another text": {"data": "python-16m"},
@@ -217,6 +217,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain o
     "delayed, history of 16": {**DELAYED, "amax-history-len": 16},
     "fused, delayed": {**DELAYED, "fuse": True},
     "32-bit states": {"optimizer-bits": 32},
+    "all in FP8": {"select": "all"},
 }
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
+import crossed
 import pytest
+import torch
 import training
+from gpt.model import GPT, SIZES
 from workers_gpt import run_here
 
 
@@ -79,11 +82,11 @@ def test_deterministic_runs_repeat_and_their_weights_are_evaluated_both_ways(
     for field in ("validation", "train_loss_per_25_steps", "value"):
         assert [r[field] for r in records] == [r[field] for r in again]
     assert records[0]["params"]["deterministic"] is True
-    crossed = read(tmp_path / "crossed.jsonl")
-    assert [r["losses"] for r in crossed] == [
+    both = read(tmp_path / "crossed.jsonl")
+    assert [r["losses"] for r in both] == [
         r["losses"] for r in read(tmp_path / "again" / "crossed.jsonl")
     ]
-    for trained, found in zip(records, crossed, strict=True):
+    for trained, found in zip(records, both, strict=True):
         assert (found["variant"], found["params"]) == (trained["variant"], trained["params"])
         assert set(found["losses"]) == {"bf16", "FP8"}
         assert len(found["losses"]["bf16"]) == min(found["windows"], 128)
@@ -91,8 +94,8 @@ def test_deterministic_runs_repeat_and_their_weights_are_evaluated_both_ways(
         assert found["value_fp8"] == pytest.approx(found["value"], rel=0.02)
         assert found["value_fp8"] != found["value"]
     # what a run evaluates itself: in bf16, and in FP8 from O2's 16 bits of a weight
-    assert crossed[0]["value"] == pytest.approx(records[0]["value"], abs=2e-5)
-    assert crossed[1]["value_fp8"] == pytest.approx(records[1]["value"], rel=1e-3)
+    assert both[0]["value"] == pytest.approx(records[0]["value"], abs=2e-5)
+    assert both[1]["value_fp8"] == pytest.approx(records[1]["value"], rel=1e-3)
     assert not list((tmp_path / "runs").glob("*/checkpoints*/step_*"))  # no weights stay
     capsys.readouterr()
     assert training.main(given) == 0  # all have a record
@@ -143,3 +146,15 @@ def test_what_does_not_go_together_is_said_before_any_run_starts(capsys):
         with pytest.raises(SystemExit, match="2"):
             training.parse(["--shards", "none", "--flag", given])
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_layers_that_fp8_makes_slower_are_evaluated_in_fp8_too():
+    torch.manual_seed(0)
+    model = GPT(SIZES["tiny"]).cuda().eval()
+    tokens = torch.randint(320, (4, 64))
+    windows, device = [(tokens, tokens.roll(-1, 1))], torch.device("cuda")
+    plain, ours = (
+        crossed.window_losses(m, windows, device) for m in (model, crossed.in_fp8(model, {}))
+    )
+    assert 0 < abs(ours - plain).max() < 0.1 * plain.mean()
