@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import escape
 from typing import Any
 
@@ -58,10 +59,10 @@ from .nn.casts import Products
 from .nn.coverage import listed
 from .nn.experts import Fp8Experts
 from .nn.heads import HEAD, find_heads
-from .nn.matmuls import BareMatmuls
 from .report import say
 
 BF16 = PRECISIONS["bf16"]
+_BARE = "products by bare parameters"
 MEASURED = (
     "compute", "fp8_format", "fp8_recipe", "fp8_margin", "amax_history_len", "amax_compute_algo", "fp8_fast_accum",
     "select", "fuse", "matmuls", "head", "first_last", "wgrad", "precision_for", "skip",
@@ -97,10 +98,6 @@ class TunedLayer:
         """The ms that FP8 saves beside that."""
         return self.ms[self.cheapest] - self.ms["fp8"]
 
-    def saves(self, precision: str) -> float:
-        """Return the ms that a precision saves beside bfloat16."""
-        return self.ms["bf16"] - self.ms[precision] if precision in self.ms else 0.0
-
 
 @dataclass
 class Tuned:
@@ -124,32 +121,30 @@ class Tuned:
 
     def __str__(self) -> str:
         kinds: dict[tuple[str, str], list[TunedLayer]] = {}
-        for layer in self.layers:
-            kinds.setdefault((_kind(layer.name), layer.precision), []).append(layer)
-        rows: list[tuple[str, ...]] = [
-            ("layers", "n", "FP8 costs", "saves, ms", "kept, ms", "precision")
-        ]
-        for (kind, precision), same in kinds.items():
-            saved = (sum(x.saves(how) for x in same) for how in ("fp8", precision))
-            cost = f"{sum(x.cost for x in same):.5f}"
-            rows.append((kind, f"{len(same)}", cost, *(f"{ms:.3f}" for ms in saved), precision))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"{r[0]:{widths[0]}}   "
-            + "   ".join(f"{c:>{n}}" for c, n in zip(r[1:-1], widths[1:-1], strict=True))
-            + f"   {r[-1]}"
-            for r in rows
-        ]
-        possible, kept = (
-            sum(x.saves(how or x.precision) for x in self.layers) for how in ("fp8", "")
-        )
+        for x in self.layers:
+            kinds.setdefault((_kind(x.name), x.precision), []).append(x)
+        wide = max(len(kind) for kind, _ in kinds)
+        lines = [f"{'layers':{wide}}     n    FP8 costs   saves, ms    kept, ms   precision"]
+        for (kind, how), same in kinds.items():
+            cost, saves, kept = (
+                sum(x.cost for x in same),
+                self._saves(same, "fp8"),
+                self._saves(same),
+            )
+            row = f"{kind:{wide}} {len(same):5} {cost:12.5f} {saves:11.3f} {kept:11.3f}   {how}"
+            lines.append(row)
+        kept, possible = self._saves(self.layers), self._saves(self.layers, "fp8")
         within = "within the budget" if self.met else "OVER the budget"
         return "\n".join([
             f"fp8stack tune · {self.device} · cost: {self.unit}", *lines,
             f"measured of the mix: {self.cost:.5f}, {within} of {self.budget:g}",
-            f"a forward and backward of layers alone is {kept:.3f} ms faster; with FP8 throughout, {possible:.3f}",
+            f"forward and backward of layers alone take {kept:.3f} ms less; with FP8 throughout, {possible:.3f}",
             f"options: {self.options}",
         ])  # fmt: skip
+
+    @staticmethod
+    def _saves(layers: list[TunedLayer], how: str = "") -> float:
+        return sum(x.ms["bf16"] - x.ms[how or x.precision] for x in layers if x.ms)
 
 
 def tune(
@@ -159,6 +154,7 @@ def tune(
     budget: float = 0.015,
     loss: Callable[[Any], Tensor] | None = None,
     strict: bool = False,
+    quiet: bool = False,
     **options: Any,
 ) -> Tuned:
     """Return the options for `initialize` that keep most of FP8's speed within a budget of accuracy.
@@ -174,6 +170,7 @@ def tune(
         loss: takes what the model returns, and returns a loss, whose change counts in the place of KL. Needed where
             the output is neither logits [..., classes], nor has `logits` or a `loss`.
         strict: raise where `initialize` would fall back.
+        quiet: do not print the table, which goes where the card of `initialize` does. `print(result)` shows it, too.
         options: for `initialize`, such as fp8_recipe="blockwise", skip=["head"]. They are in the result, too.
 
     Raises:
@@ -191,9 +188,7 @@ def tune(
     decisions = decide(model, None, recipe, strict)
     report = decisions.report
     if report.compute != "native":
-        told = (
-            f"tune compares native FP8 layers with bfloat16, and compute would be {report.compute}"
-        )
+        told = f"tune compares native FP8 layers with bfloat16; compute would be {report.compute}"
         raise UnsupportedDeviceError(f"{told}: {report.compute_reason}.")
     if not decisions.layers.gemm:
         left = f" Left out: {listed(report.skipped)}." if report.skipped else ""
@@ -204,8 +199,7 @@ def tune(
         for module in modes:
             module.training = False
         mixes = _Mixes(model, batch, loss, decisions, options)
-        mixes.time_layers()
-        mixes.measure_costs()
+        mixes.measure()
         result = mixes.choose(budget)
     finally:
         restore(model)
@@ -214,7 +208,8 @@ def tune(
     if not result.met:
         told = f"what is not to be chosen costs {result.cost:.3g}, more than budget={budget:g}"
         warn(f"fp8stack: {told}. Give fewer options that ask for FP8, or a larger budget.")
-    say(result)
+    if not quiet:
+        say(result)
     return result
 
 
@@ -225,113 +220,93 @@ class _Mixes:
         self, model: nn.Module, batch: Any, loss: Any, decisions: Decisions, options: dict[str, Any]
     ) -> None:
         self.model, self.batch, self.loss, self.options = model, batch, loss, options
-        self.recipe, precision = decisions.recipe, decisions.layers.precision
+        self.recipe, self.device = decisions.recipe, next(model.parameters()).device
         self.modules: dict[str, nn.Module] = {}
         for name, module, _ in decisions.layers.gemm:
             # the out-projection of an attention goes with it
             if not isinstance(self.modules.get(name.rpartition(".")[0]), Attention):
                 self.modules[name] = module
         self.layers = {name: TunedLayer(name) for name in self.modules}
-        self.free: list[TunedLayer] = []  # those that are to be chosen
-        self.heads = set() if "head" in options else find_heads(model)
-        reasons = {name: precision.of(module)[1] for name, module in self.modules.items()}
         self.products = {name: _products_of(module) for name, module in self.modules.items()}
-        self.given = {name: own[0].in_bf16 for name, own in self.products.items()}
-        bare = {id(b): b for m in model.modules() if (b := vars(m).get("_bare_matmuls"))}
-        self.bare: list[BareMatmuls] = [*bare.values()]
-        self.bare_rests = True  # in FP8
-        self.bare_given = [p.in_bf16 for p in self._products_of_bare()]
-        self.device = next(model.parameters()).device
+        self.bare = {b for m in model.modules() if (b := vars(m).get("_bare_matmuls"))}
+        self.products[_BARE] = [p for b in self.bare for p in (*b._products, b._head_products)]
+        self.given = {p: p.in_bf16 for own in self.products.values() for p in own}
         self.calls: dict[str, Any] = {}
+        self.free: dict[str, TunedLayer] = {}  # those that are to be chosen
         hooks = [
-            module.register_forward_pre_hook(self._recorder(name), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._record, name), with_kwargs=True)
             for name, module in self.modules.items()
         ]
         try:
             self._set({}, rest=False)
-            self.reference, self.unit = self._run()
+            self.reference = self._run()
         finally:
             for hook in hooks:
                 hook.remove()
+        self.of_loss = loss is not None or self.reference.ndim == 0
         if not bool(self.reference.isfinite().all()):
+            told = f"the {'loss' if self.of_loss else 'logits'} of this batch in bfloat16 must be finite"
             raise ModelError(
-                f"the {self.unit.split()[0]} of the model in bfloat16 has NaN or infinite values for this batch, "
-                "so nothing can be compared with it. Look at the weights and the batch first."
+                f"{told}, and there are NaN or infinite ones. Look at weights and batch."
             )
-        reached = [x for n, x in self.layers.items() if x.calls and n]  # the model has no name
-        chosen = ("", "" if "head" in options else HEAD)
-        self.free = [x for x in reached if reasons[x.name] in chosen]
+        self.precision = decisions.layers.precision
+        unnamed = ("", "" if "head" in options else HEAD)
+        for name, layer in self.layers.items():
+            if name and layer.calls and self.precision.of(self.modules[name])[1] in unnamed:
+                self.free[name] = layer
         if not self.free:
             told = "options decide about all layers that the batch calls"
             raise ModelError(f"{told}: there is nothing to tune. Give fewer of them: {options}.")
 
-    def time_layers(self) -> None:
-        """Fill in the times of layers, once for each shape."""
-        times: dict[Any, dict[str, float]] = {}
-        for layer in self.free:
-            module, call = self.modules[layer.name], self.calls[layer.name]
-            shape = tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
-            given = tuple(
-                str(x if not isinstance(x, Tensor) else (x.shape, x.dtype))
-                for x in tree_leaves(call)
-            )
-            key = type(module), shape, given, self.products[layer.name][0].least_rows
+    def measure(self) -> None:
+        """Fill in the times of layers, once for each shape, and what each costs alone."""
+        times: dict[str, dict[str, float]] = {}
+        for name, layer in self.free.items():
+            module, call = self.modules[name], self.calls[name]
+            held = [*module.parameters(), *tree_leaves(call)]
+            shapes = [
+                (*x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in held
+            ]
+            key = str((type(module), shapes, self.products[name][0].least_rows))
             if key not in times:
-                choices = (
-                    ("fp8", "bf16")
-                    if isinstance(module, Fp8Experts)
-                    else ("fp8", "forward-bf16", "bf16")
-                )
+                partly = [] if isinstance(module, Fp8Experts) else ["forward-bf16"]
+                ways = {how: self._in_bf16(name, how) for how in ("fp8", *partly, "bf16")}
                 with self._surroundings(grad=True):
-                    times[key] = {
-                        how: layer_ms(module, call, self._in_bf16(layer.name, how))
-                        for how in choices
-                    }
+                    times[key] = {how: layer_ms(module, call, own) for how, own in ways.items()}
             layer.ms = {how: ms * layer.calls for how, ms in times[key].items()}
-
-    def measure_costs(self) -> None:
-        """Fill in what each layer costs alone."""
-        for layer in self.free:
-            layer.cost = self._cost({layer.name: "fp8"}, rest=False)
+        for name, layer in self.free.items():
+            layer.cost = self._cost({name: "fp8"}, rest=False)
 
     def choose(self, budget: float) -> Tuned:
         """Find the mix, and put it into options."""
-        options = dict(self.options)
-        if self.bare and self._cost({}) > budget:
-            options["matmuls"] = self.bare_rests = False
-        chosen, cost = search(self.free, budget, self._cost)
-        for layer in self.free:
+        options, off = dict(self.options), dict[str, str]()
+        if self.bare and "matmuls" not in options and self._cost({}) > budget:
+            options["matmuls"], off = False, {_BARE: "bf16"}
+        layers = [*self.free.values()]
+        chosen, cost = search(layers, budget, lambda mix: self._cost(mix | off))
+        for layer in layers:
             layer.precision = chosen[layer.name]
-        options = self._options(options)
-        device = str(self.device)
-        if self.device.type == "cuda":
-            device = torch.cuda.get_device_name(self.device)
-        layers = [*self.layers.values()]
-        return Tuned(options, cost, budget, cost <= budget, self.unit, device, layers)
+        on_gpu = self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if on_gpu else str(self.device)
+        unit = "absolute change of the loss" if self.of_loss else "KL, nats a token"
+        met, every = cost <= budget, [*self.layers.values()]
+        return Tuned(self._options(options), cost, budget, met, unit, device, every)
 
     # --- a forward
 
-    def _run(self) -> tuple[Tensor, str]:
-        """Return the logits or the loss of the batch, and what they are."""
-        batch = self.batch
+    def _run(self) -> Tensor:
+        """Return the logits or the loss of the batch."""
+        batch, value = self.batch, None  # type: Any, Any
         by_name = batch if isinstance(batch, Mapping) else {}
         args = batch if isinstance(batch, (tuple, list)) else () if by_name else (batch,)
         attends = any(isinstance(m, nn.MultiheadAttention) for m in self.model.modules())
         with self._surroundings(grad=attends):  # without gradients torch's own attention runs
-            value = output = self.model(*args, **by_name)
-            if self.loss is not None:
-                value = self.loss(output)
-        if value is output and not isinstance(output, Tensor):
-            named = (
-                output
-                if isinstance(output, Mapping)
-                else vars(output)
-                if hasattr(output, "__dict__")
-                else {}
-            )
-            value = next(
-                (v for n in ("logits", "loss") if isinstance(v := named.get(n), Tensor)), None
-            )
+            output = self.model(*args, **by_name)
+            value = output if self.loss is None else self.loss(output)
+        if self.loss is None and not isinstance(output, Tensor):
+            named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+            tensors = [v for n in ("logits", "loss") if isinstance(v := named.get(n), Tensor)]
+            value = tensors[0] if tensors else None
         fits = isinstance(value, Tensor) and value.is_floating_point()
         if not fits or (self.loss is not None and value.numel() != 1):
             what, of = ("the model", output) if self.loss is None else ("loss=...", value)
@@ -339,8 +314,8 @@ class _Mixes:
                 f"{what} returned {type(of).__name__}, which has no logits and is no loss. Pass loss=..., a function "
                 "from the model's output to a tensor of one element."
             )
-        of_loss = value.ndim == 0 or self.loss is not None
-        return value.detach(), "absolute change of the loss" if of_loss else "KL, nats a token"
+        result: Tensor = value.detach()
+        return result
 
     def _surroundings(self, grad: bool) -> ExitStack:
         """Return what a forward runs in: the same random numbers each time, autocast, with gradients or without."""
@@ -356,73 +331,57 @@ class _Mixes:
     def _cost(self, mix: dict[str, str], rest: bool = True) -> float:
         """Return what a mix changes, with what is not to be chosen if `rest`; infinity if it is not finite."""
         self._set(mix, rest)
-        value, _ = self._run()
-        if self.unit.startswith("absolute"):
+        value, total, rows = self._run(), 0.0, 1
+        if self.of_loss:
             total = float((value.double() - self.reference.double()).abs())
-            return total if math.isfinite(total) else math.inf
-        total, rows = 0.0, value.numel() // value.shape[-1]
-        pairs = (x.reshape(rows, -1).split(ROWS) for x in (self.reference, value))
-        for one, other in zip(*pairs, strict=True):
-            p, q = (x.float().log_softmax(-1) for x in (one, other))
-            total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        else:
+            rows = value.numel() // value.shape[-1]
+            both = (x.reshape(rows, -1).split(ROWS) for x in (self.reference, value))
+            for parts in zip(*both, strict=True):
+                p, q = (x.float().log_softmax(-1) for x in parts)
+                total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
         return max(total / rows, 0.0) if math.isfinite(total) else math.inf
 
     def _set(self, mix: dict[str, str], rest: bool) -> None:
         """Switch layers to the precisions of `mix`, others to bfloat16, or if `rest` to what they were given."""
-        free = {x.name for x in self.free}
         for name, products in self.products.items():
-            given = self.given[name] if rest and name not in free else BF16
             for each in products:
+                given = self.given[each] if rest and name not in self.free else BF16
                 each.in_bf16 = self._in_bf16(name, mix[name]) if name in mix else given
-        rest = rest and self.bare_rests
         for bare in self.bare:
-            bare.finished = not rest
-        for each, own in zip(self._products_of_bare(), self.bare_given, strict=True):
-            each.in_bf16 = own if rest else BF16
+            bare.finished = bare._products[0].finished
 
-    def _in_bf16(self, name: str, precision: str) -> str:
-        """Return the products in bfloat16 of a layer of that precision, `wgrad` of the recipe included."""
-        own = PRECISIONS[precision]
-        more = self.recipe.wgrad == "bf16" and not isinstance(self.modules[name], Fp8Experts)
-        return f"{own} wgrad".strip() if more and "wgrad" not in own else own
+    def _in_bf16(self, name: str, how: str) -> str:
+        """Return the products in bfloat16 of a layer of that precision, with what the recipe says of all layers."""
+        own, given = PRECISIONS[how], self.given[self.products[name][0]]
+        return own if "wgrad" in own or "wgrad" not in given else f"{own} wgrad".strip()
 
-    def _products_of_bare(self) -> list[Products]:
-        return [p for bare in self.bare for p in (*bare._products, bare._head_products)]
-
-    def _recorder(self, name: str) -> Callable[..., None]:
-        def record(_: nn.Module, *given: Any) -> None:
-            self.layers[name].calls += 1
-            known: dict[int, Tensor] = {}  # one tensor may be several arguments
-            if name not in self.calls:
-                self.calls[name] = tree_map(lambda x: known.setdefault(id(x), _shape_of(x)), given)
-
-        return record
+    def _record(self, name: str, _: nn.Module, *given: Any) -> None:
+        self.layers[name].calls += 1
+        known: dict[int, Any] = {}  # one tensor may be several arguments
+        if name not in self.calls:
+            self.calls[name] = tree_map(lambda x: known.setdefault(id(x), _shape_of(x)), given)
 
     # --- options
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that give free layers their precisions."""
         options.setdefault("select", "all")  # what was measured decides
-        heads = {x.name for x in self.free if self.modules[x.name] in self.heads}
-        if any(self.layers[name].precision == "fp8" for name in heads):
-            options["head"], heads = "fp8", set()
-        wanted = {
-            x.name: x.precision for x in self.free
-            if x.precision != ("forward-bf16" if x.name in heads else "fp8")
-        }  # fmt: skip
+        found = set() if "head" in options else find_heads(self.model)
+        default = {n: "forward-bf16" if self.modules[n] in found else "fp8" for n in self.free}
+        if any(x.precision == "fp8" != default[n] for n, x in self.free.items()):
+            options["head"], default = "fp8", dict.fromkeys(default, "fp8")
+        wanted = {n: x.precision for n, x in self.free.items() if x.precision != default[n]}
         if wanted:
-            patterns = dict(self.recipe.precision_for)
-            options["precision_for"] = patterns | self._patterns(wanted)
+            options["precision_for"] = dict(self.recipe.precision_for) | self._patterns(wanted)
         return options
 
     def _patterns(self, wanted: dict[str, str]) -> dict[str, str]:
         """Return `wanted` with patterns in the place of names where these match no layer of another precision."""
         names = dict(self.model.named_modules(remove_duplicate=False))
-        choices = {
-            m: self.layers[n].precision
-            for n, outer in self.modules.items()
-            for m in outer.modules()
-        }
+        units = ((self.layers[name].precision, m) for name, m in self.modules.items())
+        choices = {m: "as given" for m in names.values() if self.precision.of(m)[1]}
+        choices |= {inner: how for how, outer in units for inner in outer.modules()}
         found: dict[str, str] = {}
         for name, how in wanted.items():
             if any(fnmatchcase(name, pattern) for pattern in found):
@@ -447,8 +406,7 @@ def search(
     low, high, limit = 0.0, math.inf, budget
     none = {x.name: x.cheapest for x in layers}
     most = frozenset(x.name for x in layers if x.gain > 0)
-    best: tuple[float, dict[str, str], float] | None = None
-    known: dict[frozenset[str], float] = {}
+    best, known = (none, math.nan, -1.0), dict[frozenset[str], float]()
     for _ in range(ROUNDS):
         total, gain, taken = 0.0, 0.0, set[str]()
         for x in layers:
@@ -456,23 +414,18 @@ def search(
                 total, gain = total + x.cost, gain + x.gain
                 taken.add(x.name)
         key, mix = frozenset(taken), none | dict.fromkeys(taken, "fp8")
-        if key not in known:
-            known[key] = measure(mix)
-        if known[key] <= budget:
-            low = limit
-            best = max(
-                best or (-1.0, mix, 0.0), (gain, mix, known[key]), key=lambda found: found[0]
-            )
+        cost = known[key] = known[key] if key in known else measure(mix)
+        if cost <= budget:
+            low, done = limit, key == most
+            best = (mix, cost, gain) if gain > best[2] else best
         else:
-            high = min(limit, total)
-        if (key == most) if known[key] <= budget else not key:
+            high, done = min(limit, total), not key
+        if done:
             break
-        limit = total * budget / max(known[key], 1e-12)
+        limit = total * budget / max(cost, 1e-12)
         if not low < limit < high:
             limit = (low + high) / 2 if high < math.inf else 2 * low
-    if best is not None:
-        return best[1], best[2]
-    return none, known[frozenset()] if frozenset() in known else measure(none)
+    return best[:2] if best[2] >= 0 else (none, measure(none))
 
 
 def layer_ms(layer: nn.Module, call: Any, in_bf16: str) -> float:
@@ -522,10 +475,8 @@ def layer_ms(layer: nn.Module, call: Any, in_bf16: str) -> float:
 
 
 def _products_of(module: nn.Module) -> list[Products]:
-    held = tree_leaves(
-        [vars(m).get(n) for m in module.modules() for n in ("products", "in_products")]
-    )
-    return [x for x in held if isinstance(x, Products)]
+    held = (vars(m).get(n) for m in module.modules() for n in ("products", "in_products"))
+    return [x for x in tree_leaves([*held]) if isinstance(x, Products)]
 
 
 def _shape_of(x: Any) -> Any:
