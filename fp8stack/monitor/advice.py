@@ -54,8 +54,8 @@ RULES = (
         "dead_blocks", 0.01, True,
         "{value:.1%} of the blocks of the {operand} are flushed to zero, more than {limit:.0%}",
     ),
-    # Chmiel et al., "FP4 All the Way" (2025): training gains little where a gradient's norm is below about sqrt(3) times
-    # that of its quantization noise
+    # Chmiel et al., "FP4 All the Way" (2025): training gains little where a gradient's norm is below about sqrt(3)
+    # times that of its quantization noise
     Rule(
         "snr_db", 10 * math.log10(3), False,
         "the {operand} is under its quantization noise: its norm is less than √3 times that of the error of its codes "
