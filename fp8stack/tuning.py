@@ -39,13 +39,13 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,13 +126,9 @@ class Tuned:
         wide = max(len(kind) for kind, _ in kinds)
         lines = [f"{'layers':{wide}}     n    FP8 costs   saves, ms    kept, ms   precision"]
         for (kind, how), same in kinds.items():
-            cost, saves, kept = (
-                sum(x.cost for x in same),
-                self._saves(same, "fp8"),
-                self._saves(same),
-            )
-            row = f"{kind:{wide}} {len(same):5} {cost:12.5f} {saves:11.3f} {kept:11.3f}   {how}"
-            lines.append(row)
+            ms = (f"{self._saves(same, x):11.3f}" for x in ("fp8", how))
+            cost = sum(x.cost for x in same)
+            lines.append(f"{kind:{wide}} {len(same):5} {cost:12.5f} {' '.join(ms)}   {how}")
         kept, possible = self._saves(self.layers), self._saves(self.layers, "fp8")
         within = "within the budget" if self.met else "OVER the budget"
         return "\n".join([
@@ -246,9 +242,7 @@ class _Mixes:
         self.of_loss = loss is not None or self.reference.ndim == 0
         if not bool(self.reference.isfinite().all()):
             told = f"the {'loss' if self.of_loss else 'logits'} of this batch in bfloat16 must be finite"
-            raise ModelError(
-                f"{told}, and there are NaN or infinite ones. Look at weights and batch."
-            )
+            raise ModelError(f"{told}, and some are NaN or infinite. Look at weights and batch.")
         self.precision = decisions.layers.precision
         unnamed = ("", "" if "head" in options else HEAD)
         for name, layer in self.layers.items():
@@ -263,11 +257,10 @@ class _Mixes:
         times: dict[str, dict[str, float]] = {}
         for name, layer in self.free.items():
             module, call = self.modules[name], self.calls[name]
-            held = [*module.parameters(), *tree_leaves(call)]
-            shapes = [
-                (*x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in held
-            ]
-            key = str((type(module), shapes, self.products[name][0].least_rows))
+            held: list[Any] = [*module.parameters(), *tree_leaves(call)]
+            held = [(*x.shape, x.dtype) if isinstance(x, Tensor) else x for x in held]
+            trained = [p.requires_grad for p in module.parameters()]
+            key = str((type(module), held, trained, self.products[name][0].least_rows))
             if key not in times:
                 partly = [] if isinstance(module, Fp8Experts) else ["forward-bf16"]
                 ways = {how: self._in_bf16(name, how) for how in ("fp8", *partly, "bf16")}
@@ -296,13 +289,13 @@ class _Mixes:
 
     def _run(self) -> Tensor:
         """Return the logits or the loss of the batch."""
-        batch, value = self.batch, None  # type: Any, Any
+        batch: Any = self.batch
         by_name = batch if isinstance(batch, Mapping) else {}
         args = batch if isinstance(batch, (tuple, list)) else () if by_name else (batch,)
         attends = any(isinstance(m, nn.MultiheadAttention) for m in self.model.modules())
         with self._surroundings(grad=attends):  # without gradients torch's own attention runs
             output = self.model(*args, **by_name)
-            value = output if self.loss is None else self.loss(output)
+            value: Any = output if self.loss is None else self.loss(output)
         if self.loss is None and not isinstance(output, Tensor):
             named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
             tensors = [v for n in ("logits", "loss") if isinstance(v := named.get(n), Tensor)]
@@ -317,16 +310,16 @@ class _Mixes:
         result: Tensor = value.detach()
         return result
 
-    def _surroundings(self, grad: bool) -> ExitStack:
-        """Return what a forward runs in: the same random numbers each time, autocast, with gradients or without."""
-        stack, kind = ExitStack(), self.device.type
-        stack.enter_context(torch.random.fork_rng([self.device] if kind == "cuda" else []))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(grad))
+    @contextmanager
+    def _surroundings(self, grad: bool) -> Iterator[None]:
+        """Run a forward with the same random numbers each time, autocast, with gradients or without."""
+        kind, autocast = self.device.type, cast(Any, nullcontext())
         wide = {p.dtype for p in self.model.parameters()} == {torch.float32}
         if wide and kind == "cuda" and not torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, torch.bfloat16))
-        return stack
+            autocast = torch.autocast(kind, torch.bfloat16)
+        rng = torch.random.fork_rng([self.device] if kind == "cuda" else [])
+        with rng, torch.inference_mode(False), torch.set_grad_enabled(grad), autocast:
+            yield
 
     def _cost(self, mix: dict[str, str], rest: bool = True) -> float:
         """Return what a mix changes, with what is not to be chosen if `rest`; infinity if it is not finite."""
@@ -460,17 +453,17 @@ def layer_ms(layer: nn.Module, call: Any, in_bf16: str) -> float:
 
     args, named = tree_map(fill, call)
     wanted = [*made.values(), *(p for p in twin.parameters() if p.requires_grad)]
-    events = []
-    for _ in range(REPEATS + 5):
-        for each in _products_of(twin):
-            each.last_weight = None  # in training a step has changed it
-        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        events[-1][0].record()
-        y = [x for x in tree_leaves(twin(*args, **named)) if getattr(x, "requires_grad", False)]
-        torch.autograd.grad(y, wanted, [*map(torch.ones_like, y)], allow_unused=True)
-        events[-1][1].record()
-    torch.cuda.synchronize(device)
-    times: list[float] = [start.elapsed_time(end) for start, end in events[5:]]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS + 5)]
+    with torch.cuda.device(device):
+        for start, end in events:
+            for each in _products_of(twin):
+                each.last_weight = None  # in training a step has changed it
+            start.record()
+            y = [x for x in tree_leaves(twin(*args, **named)) if getattr(x, "requires_grad", False)]
+            torch.autograd.grad(y, wanted, [*map(torch.ones_like, y)], allow_unused=True)
+            end.record()
+        torch.cuda.synchronize()
+    times: list[float] = [start.elapsed_time(end) for start, end in events[5:]]  # warm by then
     return statistics.median(times)
 
 
