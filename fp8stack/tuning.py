@@ -123,7 +123,7 @@ class Tuned:
         kinds: dict[tuple[str, str], list[TunedLayer]] = {}
         for x in self.layers:
             kinds.setdefault((_kind(x.name), x.precision), []).append(x)
-        wide = max(len(kind) for kind, _ in kinds)
+        wide = max(6, *(len(kind) for kind, _ in kinds))
         lines = [f"{'layers':{wide}}     n    FP8 costs   saves, ms    kept, ms   precision"]
         for (kind, how), same in kinds.items():
             ms = (f"{self._saves(same, x):11.3f}" for x in ("fp8", how))

@@ -215,7 +215,7 @@ def test_costs_of_a_loss(known_times):
 
 
 class Odd(nn.Module):
-    """Attention, a layer that is called twice, one that is not, and products by bare parameters."""
+    """Attention, noise, a layer that is called twice, one that is not, and products by bare parameters."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ class Odd(nn.Module):
         self.inner = Bare()
 
     def forward(self, x):
-        x = x + self.attention(x, x, x)[0]
+        x = x + self.attention(x, x, x)[0] + 0.1 * torch.rand_like(x)
         return self.inner(self.twice(self.twice(x)))
 
 
