@@ -11,10 +11,11 @@ from .api import finish, get_report, initialize, restore
 from .levels import Recipe
 from .nn.fused_loss import linear_cross_entropy
 from .tensor import BlockScaledTensor
+from .tuning import tune
 from .version import __version__
 
 __all__ = [
     "BlockScaledTensor", "Recipe", "__version__", "capability", "checkpoint", "comm", "errors", "finish",
     "formats", "get_report", "initialize", "levels", "linear_cross_entropy", "memory", "monitor", "nn", "optim",
-    "restore",
+    "restore", "tune",
 ]  # fmt: skip

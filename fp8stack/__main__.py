@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 
 from fp8stack import __version__
-from fp8stack.cli import convert, doctor, estimate, inspect, plan
+from fp8stack.cli import convert, doctor, estimate, inspect, plan, tune
 from fp8stack.cli.output import Parser, keep_stdout
 from fp8stack.errors import Fp8StackError, did_you_mean, reason_of
 
-COMMANDS = (doctor, plan, estimate, inspect, convert)
+COMMANDS = (doctor, plan, tune, estimate, inspect, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

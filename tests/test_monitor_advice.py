@@ -260,7 +260,8 @@ LONG = {"fp8_recipe": "delayed", "fp8_format": "e4m3"}
     [
         ({"fp8_format": "e4m3"}, 'use fp8_format="hybrid"'),
         ({}, 'use fp8_recipe="blockwise"'),
-        ({"fp8_recipe": "blockwise"}, 'skip=["0"]'),
+        ({"fp8_recipe": "blockwise"}, 'leave the layer out with precision_for={"0": "backward-bf16"}.'),
+        ({"precision_for": {"0": "forward-bf16"}}, 'or precision_for={"0": "bf16"}.'),
         # as after the first steps of a run without warm-up
         ({**LONG, "amax_history_len": 1024}, "use amax_history_len=16:"),
         ({**LONG, "amax_history_len": 16}, 'use fp8_format="hybrid"'),
@@ -282,6 +283,29 @@ def test_advice_on_gradients_that_underflow(options, remedy):
     assert remedy in line
 
 
+@pytest.mark.parametrize(
+    ("growth", "says"), [(2.6, "is under its quantization noise"), (2.2, "has an SNR of 5.3 dB")]
+)
+def test_a_gradient_under_its_quantization_noise_is_told_of(growth, says):
+    """A gradient of one value outgrows its history and is clipped: the error is 1 - 1 / growth of it; 2.37: 1 / √3."""
+    model, _ = make("O0", size=128, fp8_recipe="delayed")
+    with Monitor(model, every=1, by_hand=True) as monitor:
+        for size in (1.0, growth):
+            monitor.begin_step()
+            (model[0](torch.randn(256, 128)) * size).sum().backward()
+        noise = 1 - 1 / growth
+        assert (noise * math.sqrt(3) > 1) == ("under" in says)
+        assert monitor.read()["0"]["g"]["snr_db"] == pytest.approx(
+            -20 * math.log10(noise), rel=1e-4
+        )
+        found = [f for f in monitor.findings() if f.operand == "g" and f.field != "overflow"]
+    assert [(f.field, f.layers) for f in found] == [
+        ("under_noise" if "under" in says else "snr_db", ("0",))
+    ]
+    assert says in found[0].text
+    assert 'or precision_for={"0": "backward-bf16"}.' in found[0].text
+
+
 def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
     model, _ = make("O0")
     x = torch.randn(32, 64)
@@ -294,7 +318,7 @@ def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
         ]
 
 
-CURRENT = SimpleNamespace(fp8_recipe="current", name="hybrid", g_state=None)
+CURRENT = SimpleNamespace(fp8_recipe="current", name="hybrid", g_state=None, layer="", in_bf16="")
 
 
 def test_findings_name_all_layers_the_worst_first():

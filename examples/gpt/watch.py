@@ -65,6 +65,8 @@ def in_flags(text: str) -> str:
     says, found, remedy = text.partition("Remedy: ")
     for word, flag in WORDS.items():
         remedy = remedy.replace(word, flag)
+    # there is no flag for a layer's single products
+    remedy = re.sub(r'precision_for={("[^"]+"): "[^"]+"}', r"skip=[\1]", remedy)
     # fp8_recipe="current" is --fp8-recipe current, and skip=["blocks.3.fc1"] is --skip blocks.3.fc1
     remedy = re.sub(
         r'(\w+)=\[?"?([^\s\],":]+)"?\]?', lambda m: f"{options.as_flag(m[1])} {m[2]}", remedy

@@ -13,10 +13,11 @@ from fp8stack.errors import ConfigError
 from fp8stack.levels import CHOICES, LEVELS, OPTIONS, PRESETS, Recipe, recipe_for
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add --opt-level, --preset and an option for each field of a recipe."""
+def add_recipe(parser: argparse.ArgumentParser, levels: bool = True) -> None:
+    """Add --preset and an option for each field of a recipe, and --opt-level if there are `levels`."""
     group = parser.add_argument_group("recipe", "fields of fp8stack.Recipe; the level has defaults")
-    group.add_argument("--opt-level", default="O2", metavar="|".join(LEVELS))
+    if levels:
+        group.add_argument("--opt-level", default="O2", metavar="|".join(LEVELS))
     group.add_argument("--preset", metavar="|".join(PRESETS))
     for field in fields(Recipe):
         flag = "--" + field.name.replace("_", "-")
@@ -40,12 +41,18 @@ def recipe_of(options: argparse.Namespace, opt_level: str | None = None) -> Reci
     Raises:
         ConfigError: for a level or value that is not one.
     """
-    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    return recipe_for(opt_level or options.opt_level, **options_of(options))
+
+
+def options_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given of a recipe's fields, and the preset, as `initialize` takes them."""
+    names = ("preset", *OPTIONS)
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if "states_for" in given:
         given["states_for"] = dict(map(_states_for, given["states_for"]))
     if "precision_for" in given:
         given["precision_for"] = [text.rpartition("=")[::2] for text in given["precision_for"]]
-    return recipe_for(opt_level or options.opt_level, options.preset, **given)
+    return given
 
 
 def _states_for(text: str) -> tuple[str, dict[str, Any]]:
