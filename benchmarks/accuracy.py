@@ -15,7 +15,8 @@ Every variant is level O0 on a copy of the model, beside bf16 autocast on the sa
 over tokens of KL(bf16 || variant) of the next token's distribution, in nats; `loss` is the variant's cross entropy less
 bf16's. "±" is the standard error by 1,000 bootstraps over windows, as tokens of a window depend on each other. `same`
 is how often both find the same token most likely. Options are those of `fp8stack.initialize`; "default" has none.
-"only q + k" and the like leave all other layers in bf16.
+"only q + k" and the like leave all other layers in bf16. Peers are TransformerEngine's Linear layers, which level O0
+takes with `compute="te"`, and torchao's, by its names of recipes; "head left out" is what torchtitan does with them.
 
 Limits: one model, and weights that were rounded to 4 bits before; forward alone, nothing is trained. On a CPU codes are
 those of a GPU, and sums are float32's.
@@ -34,14 +35,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, add_choices, append_records, read_choices
+from common import ROOT, add_choices, append_records, import_peer, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -70,12 +71,15 @@ class Variant:
     name: str
     options: dict[str, Any] | None = field(default=None, hash=False)
     only: tuple[str, ...] = ()  # globs of names; of all layers if none
+    torchao: str = ""  # its recipe, in the place of fp8stack
 
 
 ALL_FP8 = {"head": "fp8"}
 CURRENT, TOKENWISE, BLOCKWISE = ({"fp8_recipe": n} for n in ("current", "tokenwise", "blockwise"))
 PARTLY = {"precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"}}
 MLPS = {"precision_for": {"*.self_attn.*": "bf16"}}
+TE = {"compute": "te", "fp8_recipe": "current"}
+BODY = ("*_proj",)
 VARIANTS = [
     Variant("float32"),
     Variant("current, head fp8", CURRENT | ALL_FP8),
@@ -93,6 +97,12 @@ VARIANTS = [
     Variant("blockwise", BLOCKWISE),
     Variant("blockwise, first_last=2", BLOCKWISE | {"first_last": 2}),
     *(Variant(f"current, only {kind}", CURRENT | ALL_FP8, only=n) for kind, n in KINDS.items()),
+    Variant("TransformerEngine, current, head fp8", TE | ALL_FP8),
+    Variant("TransformerEngine, current, head left out", TE | {"head": "bf16"}),
+    Variant("TransformerEngine, blockwise, head left out", TE | BLOCKWISE | {"head": "bf16"}),
+    Variant("torchao, tensorwise, head fp8", {}, torchao="tensorwise"),
+    Variant("torchao, tensorwise, head left out", {}, BODY, "tensorwise"),
+    Variant("torchao, rowwise, head left out", {}, BODY, "rowwise"),
 ]
 
 
@@ -211,14 +221,34 @@ def compare(model: nn.Module, other: nn.Module, windows: Tensor, autocast: bool)
     }  # fmt: skip
 
 
+def convert(variant: Variant, model: nn.Module) -> tuple[nn.Module, float]:
+    """Return a copy of a model whose products are a variant's, and the share of its matrices that are in FP8."""
+    skip, model = layers_left_out(model, variant), copy.deepcopy(model)
+    if variant.torchao:
+        return in_torchao(model, variant.torchao, skip)
+    options = {"select": "all", "compute": "native", **(variant.options or {})}
+    model, _ = fp8stack.initialize(model, None, "O0", strict=True, skip=skip, **options)
+    return model, fp8stack.get_report(model).share
+
+
+def in_torchao(model: nn.Module, recipe: str, skip: list[str]) -> tuple[nn.Module, float]:
+    float8 = import_peer("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    float8.convert_to_float8_training(
+        model, module_filter_fn=lambda _, n: n not in skip, config=replace(config, emulate=on_cpu)
+    )
+    matrices = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    taken = [m for m in matrices if type(m) is not nn.Linear]
+    elements = (sum(m.weight.numel() for m in each) for each in (taken, matrices))
+    return model, next(elements) / next(elements)
+
+
 def measure(variant: Variant, model: nn.Module, windows: Tensor) -> Numbers:
     if variant.options is None:
         return {**compare(model, model, windows, autocast=False), "fp8_share": 0.0}
-    options = {"select": "all", "compute": "native", **variant.options}
-    skip = layers_left_out(model, variant)
-    other, _ = fp8stack.initialize(copy.deepcopy(model), None, "O0", skip=skip, **options)
-    numbers = compare(model, other, windows, autocast=True)
-    return {**numbers, "fp8_share": fp8stack.get_report(other).share}
+    other, share = convert(variant, model)
+    return {**compare(model, other, windows, autocast=True), "fp8_share": share}
 
 
 def report(results: dict[str, Numbers], name: str, windows: Tensor, output: Path) -> None:

@@ -25,7 +25,6 @@ Limits: one model at one point, as accuracy.py's, and as many batches as --token
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import sys
@@ -36,15 +35,13 @@ from typing import Any
 
 import accuracy
 import torch
-from accuracy import MODELS, Variant, layers_left_out
+from accuracy import MODELS, Variant, convert
 from common import ROOT, add_choices, append_records, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from timing import Numbers, attempt
 from torch import Tensor, nn
-
-import fp8stack
 
 RESULTS = ROOT / "benchmarks" / "results" / "gradient_noise.jsonl"
 VARIANTS = [
@@ -118,20 +115,9 @@ def differentiate(model: nn.Module, windows: Tensor, autocast: bool, rows: int =
     return found
 
 
-def convert(variant: Variant, model: nn.Module) -> nn.Module:
-    if variant.options is None:
-        return model
-    options = {"select": "all", "compute": "native", **variant.options}
-    skip = layers_left_out(model, variant)
-    other, _ = fp8stack.initialize(
-        copy.deepcopy(model), None, "O0", strict=True, skip=skip, **options
-    )
-    return other
-
-
 def measure(variant: Variant, model: nn.Module, batches: tuple[Tensor, ...]) -> Numbers:
     """Return each kind's numbers. The float32 gradients are computed again for each variant: memory is dearer."""
-    other = convert(variant, model)
+    other = model if variant.options is None else convert(variant, model)[0]
     exact, errors, cosines = Noise(), Noise(), dict[str, float]()
     for batch in batches:
         g = differentiate(model, batch, autocast=False)

@@ -96,7 +96,7 @@ def read(path):
 BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     accuracy: (
         ["--tokens", "64", "--window", "16"],
-        ["float32", "default", "current, only head"],
+        ["float32", "default", "current, only head", "torchao, rowwise, head left out"],
     ),
     attention: (["--steps", "2"], ["plain", "sdpa, its choice", "sdpa math"]),
     comm: (
