@@ -84,9 +84,10 @@ def list_variants() -> list[Variant]:
     baselines = [Variant(EAGER), Variant(COMPILED, compiled=True)]
     compute = {"compute": "native", "select": "all"}
     fast = {**compute, "fp8_fast_accum": True}
-    native = [Variant(f"native {r}", ours, r, options=compute) for r in RECIPES]
+    native = [Variant(f"native {r}", ours, r, options=compute) for r in ("tokenwise", *RECIPES)]
     native += [
         Variant("native fused", ours, "current", fused=True, options=compute),
+        Variant("native fused, tokenwise", ours, "tokenwise", fused=True, options=compute),
         Variant("native fused, delayed", ours, "delayed", fused=True, options=compute),
         Variant("native current, fast sums", ours, "current", options=fast),
         Variant("native fused, delayed, fast sums", ours, "delayed", fused=True, options=fast),
