@@ -2,9 +2,9 @@
 
 Why: block scales follow outliers that one scale for a matrix would make everything else pay for.
 
-How: a program reads one 128×128 tile once and writes it in both layouts: 2 bytes to read and 1 + 1 to write for an
-element in bfloat16. No search for a largest magnitude comes first, since a block's is inside the tile. Products are
-cuBLAS's.
+How: a program reads one 128×128 tile once and writes it in the layouts that are asked for: 2 bytes to read and 1 + 1 to
+write for an element in bfloat16. No search for a largest magnitude comes first, since a block's is inside the tile.
+Products are cuBLAS's.
 
 Limits: sizes are padded to multiples of 128; products need sm_90 and torch's scaled_mm.
 """
@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import BLOCK, MiniFloat
 
 from . import transpose_tiles
 from .cast import encode_rows
 from .fp8 import casts_in_hardware, encode_blocks, scale_and_inverse
 from .launch import UNFUSED, Launcher
 from .reference import cast_blocks as reference
+from .reference.cast import aligned
 from .reference.cast_blocks import Codes
 
 
@@ -37,34 +38,37 @@ def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def _cast_1x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
-    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
     x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
-    own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
-    c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
-    c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
-    c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
-    c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
-    transpose_tiles.store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
-    scale, inverse = scale_and_inverse(
-        tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0), MANTISSA
-    )
-    tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
-    # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
-    x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
-    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
-    transpose_tiles.store_columns(
-        c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
-    )
+    if CODES:
+        own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
+        c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
+        c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
+        c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
+        c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
+        transpose_tiles.store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
+    if TRANSPOSED:
+        scale, inverse = scale_and_inverse(
+            tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0), MANTISSA
+        )
+        tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
+        if CODES:
+            # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
+            x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
+        c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
+        transpose_tiles.store_columns(
+            c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
+        )
 
 
 @triton.jit
 def _cast_128x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
-    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
@@ -74,37 +78,40 @@ def _cast_128x128_kernel(
     scale, inverse = scale_and_inverse(bits, MANTISSA)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
     transpose_tiles.store_both(
-        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, True, True, HARDWARE, True
+        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, CODES, TRANSPOSED, HARDWARE, True
     )  # fmt: skip
-    tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
-    tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
+    if CODES:
+        tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
+    if TRANSPOSED:
+        tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
 
 _launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, **UNFUSED)
 _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, **UNFUSED)
 
 
-def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
+def cast_1x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
-    return _cast(_launch_1x128, x, fmt, False)
+    return _cast(_launch_1x128, x, fmt, codes, transposed, False)
 
 
-def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
+def cast_128x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
     """Quantize with a scale for each square of 128."""
-    return _cast(_launch_128x128, x, fmt, True)
+    return _cast(_launch_128x128, x, fmt, codes, transposed, True)
 
 
-def _cast(launch: Launcher, x: Tensor, fmt: MiniFloat, squares: bool) -> Codes:
+def _cast(
+    launch: Launcher, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, squares: bool
+) -> Codes:
     x = x if x.is_contiguous() else x.detach().contiguous()
-    rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    results = reference.results(x, fmt, squares)
-    if results[0].numel():
-        down, across = results[0].shape
-        even = rows == down and cols == across
+    results = reference.results(x, fmt, squares, codes, transposed)
+    if x.numel():
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        down, across = aligned(rows, BLOCK), aligned(cols, BLOCK)
         launch(
-            (down // 128 * (across // 128), 1, 1),
-            x, *results, rows, cols, down, across,
-            fmt.mantissa_bits, casts_in_hardware(x.device), even,
+            (down // BLOCK * (across // BLOCK), 1, 1),
+            x, *results, rows, cols, down, across, fmt.mantissa_bits, casts_in_hardware(x.device),
+            codes, transposed, rows == down and cols == across,
         )  # fmt: skip
     return results
 

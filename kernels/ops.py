@@ -333,14 +333,14 @@ def recast_with(
 
 
 cast_1x128 = _operator(
-    "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cast_1x128(Tensor x, str fmt, bool codes=True, bool transposed=True) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_1x128,
-    lambda x, fmt: blocks.results(x, FORMATS[fmt]),
+    lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], False, *layouts),
 )
 cast_128x128 = _operator(
-    "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cast_128x128(Tensor x, str fmt, bool codes=True, bool transposed=True) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_128x128,
-    lambda x, fmt: blocks.results(x, FORMATS[fmt], True),
+    lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], True, *layouts),
 )
 matmul_blocks = _operator(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",

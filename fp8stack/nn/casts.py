@@ -301,7 +301,7 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
     fmt, fmt_t, _ = FORMATS[options.formats]
     amax, another = None, transposed and fmt_t is not fmt
     if options.fp8_recipe == "blockwise":
-        return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
+        return Operand(*ops.cast_1x128(x, fmt, True, transposed))
     if options.fp8_recipe == "rowwise":
         by_row = _by_rows(x, fmt)
         by_column = _by_rows(x, fmt_t, transposed=True) if transposed else by_row
@@ -373,15 +373,14 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
         ranks = torch.distributed
         backward = rows <= FEW_ROWS and not (ranks.is_available() and ranks.is_initialized())
     w, turned, products = weight.detach(), options.turned, options.products
+    layouts = not turned or backward, turned or backward
     if options.fp8_recipe == "blockwise":
-        blocks = ops.cast_128x128(w, E4M3)
-        blocks = (*blocks[2:], *blocks[:2]) if turned else blocks
-        return _without_t(Operand(*blocks), backward)
+        blocks = ops.cast_128x128(w, E4M3, *layouts)
+        return Operand(*blocks[2:], *blocks[:2]) if turned else Operand(*blocks)
     if options.fp8_recipe == "rowwise":
         by_row = _by_rows(w, E4M3, turned)
         by_column = _by_rows(w, E4M3, not turned) if backward else by_row
         return _without_t(Operand(*by_row, *by_column), backward)
-    layouts = not turned or backward, turned or backward
     state: Any = STATES[options.w_state] if options.w_state >= 0 else None  # a WeightScale
     own = isinstance(weight, nn.Parameter) and not weight.is_inference()
     if state is not None and state.serves(weight, options):
@@ -415,7 +414,7 @@ def weight_for_backward(
         return weight.operand(not options.turned, options.fp8_recipe == "blockwise")
     w, turned = weight.detach(), options.turned
     if options.fp8_recipe == "blockwise":
-        plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3)
+        plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3, turned, not turned)
         return (plain, plain_scale) if turned else (plain_t, scale_t)
     if options.fp8_recipe == "rowwise":
         return _by_rows(w, E4M3, not turned)
@@ -440,7 +439,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
     if options.fp8_recipe in ("current", "tokenwise"):
         return cast_matrix(grad, fmt, x, w)
     if options.fp8_recipe == "blockwise":
-        return Operand(*ops.cast_1x128(grad, fmt))
+        return Operand(*ops.cast_1x128(grad, fmt, x or options.probe is not None, w))
     if options.fp8_recipe == "rowwise":
         none = grad.new_empty((0, 0), dtype=fmt.dtype), grad.new_empty(0)
         plain = _by_rows(grad, fmt) if x or options.probe is not None else none

@@ -10,6 +10,7 @@ padded to multiples of 128. Scale and rounding are `quantize.py`'s.
                     codes_t  [cols, rows]   scale_t  [L4(rows / 128), cols / 128]
 
 L4 rounds up to a multiple of 4. All scales lie in memory with the first dimension innermost, as cuBLAS reads them.
+Codes and scales of a layout that was not asked for are empty.
 """
 
 from __future__ import annotations
@@ -26,43 +27,57 @@ from .quantize import encode_scaled, quantize_blocks, scale_and_inverse
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
 
 
-def results(x: Tensor, fmt: MiniFloat, squares: bool = False) -> Codes:
-    """Return memory for the results of a cast; scales of `squares` are zeros, as none is written for their padding."""
+def results(
+    x: Tensor, fmt: MiniFloat, squares: bool, codes: bool = True, transposed: bool = True
+) -> Codes:
+    """Return memory for the results of a cast; the padding of the scales of `squares` is zeros."""
     rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
     rows, cols = aligned(rows, BLOCK), aligned(cols, BLOCK)
-    down, across = rows // BLOCK, cols // BLOCK
-    shapes, new = ((across, rows), (down, cols)), x.new_empty
-    if squares:
-        shapes, new = ((down, aligned(across, 4)), (across, aligned(down, 4))), x.new_zeros
-    codes, codes_t = (x.new_empty(shape, dtype=fmt.dtype) for shape in ((rows, cols), (cols, rows)))
-    scale, scale_t = (new(shape, dtype=torch.float32).t() for shape in shapes)
-    return codes, scale, codes_t, scale_t
+    found: list[Tensor] = []
+    for wanted, outer, inner in ((codes, rows, cols), (transposed, cols, rows)):
+        down, across = outer // BLOCK, inner // BLOCK
+        shape = (down, aligned(across, 4)) if squares else (across, outer)
+        new = x.new_zeros if squares and across % 4 else x.new_empty
+        scale = new(shape if wanted else (0, 0), dtype=torch.float32).t()
+        found += x.new_empty((outer, inner) if wanted else (0, 0), dtype=fmt.dtype), scale
+    return found[0], found[1], found[2], found[3]
+
+
+def _without(wanted: tuple[bool, bool], *given: Tensor) -> Codes:
+    """Return codes, scale, codes_t, scale_t with empty tensors for a layout that was not asked for."""
+    kept = [x if wanted[i // 2] else x.new_empty((0, 0)) for i, x in enumerate(given)]
+    return kept[0], kept[1], kept[2], kept[3]
 
 
 def cast_1x128(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     fmt: MiniFloat,
+    codes: bool = True,
+    transposed: bool = True,
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
     x = as_matrix(x, BLOCK, BLOCK)
-    codes, scale = quantize_blocks(x, fmt)
-    codes_t, scale_t = quantize_blocks(x.t(), fmt)
-    return codes, scale.t().contiguous().t(), codes_t, scale_t.t().contiguous().t()
+    plain, scale = quantize_blocks(x, fmt)
+    plain_t, scale_t = quantize_blocks(x.t(), fmt)
+    scale, scale_t = (each.t().contiguous().t() for each in (scale, scale_t))
+    return _without((codes, transposed), plain, scale, plain_t, scale_t)
 
 
 def cast_128x128(
     x: Tensor,  # float32, bfloat16 or float16 [rows, cols]
     fmt: MiniFloat,
+    codes: bool = True,
+    transposed: bool = True,
 ) -> Codes:
     """Quantize with a scale for each square of 128."""
     x = as_matrix(x, BLOCK, BLOCK)
     rows, cols = (size // BLOCK for size in x.shape)
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
-    codes = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
+    plain = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
     forward = pad(scale, (0, -cols % 4)).contiguous().t()
     backward = pad(scale.t(), (0, -rows % 4)).contiguous().t()
-    return codes, forward, transpose(codes), backward
+    return _without((codes, transposed), plain, forward, transpose(plain), backward)
 
 
 def matmul_blocks(

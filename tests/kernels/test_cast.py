@@ -164,6 +164,17 @@ def test_a_layout_that_was_not_asked_for_is_empty(kernel, fmt, kernel_device):
             assert_same_bits(cast(x, fmt, *wanted), results)
 
 
+@pytest.mark.parametrize("kernel", ["cast_1x128", "cast_128x128"])
+@pytest.mark.parametrize("shape", [(20, 140), (128, 512)], ids=str)
+def test_a_layout_of_blocks_that_was_not_asked_for_is_empty(kernel, shape, kernel_device):
+    for cast, device in zip(KERNELS[kernel], (kernel_device, "cpu"), strict=True):
+        x = torch.randn(shape, device=device)
+        both = cast(x, E4M3)
+        for wanted in ((True, False), (False, True), (False, False)):
+            kept = [each if wanted[i // 2] else each[:0, :0] for i, each in enumerate(both)]
+            assert_same_bits(cast(x, E4M3, *wanted), tuple(kept))
+
+
 @OCP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_amax_that_is_given_is_taken_as_it_is(fmt, dtype, kernel_device):

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_275
-TESTS_CAP = 29_103
+LIBRARY_CAP = 18_292
+TESTS_CAP = 29_122
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
