@@ -18,8 +18,8 @@ Not deferred are evaluation, generation, forwards without labels or gradients, g
 hooks, and heads that FSDP2 or DeepSpeed gather by themselves, whose weights are gone when the loss is taken. Logits
 that are asked for after the head's weight has changed raise.
 
-Limits: logits that go into an `autograd.Function` past torch's functions give it no gradients; backward says so. A hook
-that is put on logits (`output.logits.register_hook`) sees no gradient: there is none of logits that are not made.
+Limits: logits that go into an `autograd.Function` past torch's functions give it no gradients; backward says so. Logits
+whose loss is taken without them have no gradient, so a hook on them, or `retain_grad`, is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +91,17 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _QUESTIONS:
+        reads_gradient = func is Tensor.retain_grad or (
+            func is Tensor.register_hook
+            # FSDP2's, on whatever a module returns: the loss has it too
+            and not str(getattr(args[1], "__module__", "")).startswith("torch.distributed.")
+        )
+        if reads_gradient and args[0].pending.fused:
+            raise ModelError(
+                f"{func.__name__} was called on logits whose loss fuse_loss=True has taken without them: they have no "
+                "gradient. Initialize with fuse_loss=False."
+            )
+        if func in _QUESTIONS and not reads_gradient:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         dtype = _only_a_cast(func, args, kwargs)

@@ -210,6 +210,26 @@ def test_logits_are_not_made_of_weights_that_were_stepped_since():
         logits.argmax(-1)
 
 
+def test_what_would_see_no_gradient_of_logits_is_refused(calls):
+    model, _ = build("Llama")
+    output = model(**draw())
+    for ask in (lambda x: x.register_hook(print), lambda x: x.float().retain_grad()):
+        with pytest.raises(ModelError, match="fuse_loss=False"):
+            ask(output.logits)
+    seen, own = [], transformers.loss.loss_utils.ForCausalLMLoss
+
+    def hooked(logits, *args, **kwargs):
+        logits.register_hook(seen.append)
+        return own(logits, *args, **kwargs)
+
+    model.loss_function = hooked
+    model(**draw()).loss.backward()
+    (grad,) = seen
+    assert len(calls) == 1  # before there was a hook
+    assert grad.shape == (2, 24, WORDS)
+    assert grad.any()
+
+
 def test_what_is_written_to_logits_stays():
     """To those, and to copies in another dtype."""
     logits = results(build("Llama")[0])[2].logits
