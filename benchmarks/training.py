@@ -87,7 +87,7 @@ SKIPPED = 50  # steps at the start that are not timed
 WARM_UP = 100  # steps of the learning rate's
 PLAIN = {"off": BASE, "again": AGAIN}  # what is not a level, as it is recorded
 SWITCHES = {f.name.replace("_", "-") for f in fields(Config) if str(f.type).startswith("bool")}
-NOT_ESTIMATED = ("blocks", "attention", "compute_dtype")
+NOT_ESTIMATED = ("blocks", "attention", "compute_dtype", "fuse_loss")
 HEADS = ("loss", "gap", "tokens/s", "× bf16", "peak GiB", "× bf16", "estimate", "off by")
 Record = dict[str, Any]
 

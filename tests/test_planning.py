@@ -268,6 +268,7 @@ def test_a_family_keeps_its_proportions(parameters):
         (lambda: Setup(batch=0), "batch=0 must be an integer"),
         (lambda: Setup(sharding="zero4"), "sharding='zero4' is not a choice"),
         (lambda: estimate(LLAMA, at_level(recipe_for("O0", skip=["lm_hed"])), Setup()), "skip='lm_hed' matches no"),
+        (lambda: estimate(LLAMA, at_level(recipe_for("O0", fuse_loss=True)), Setup()), "not for sizes of a decoder"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_is_wrong(make, said):

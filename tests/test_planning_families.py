@@ -224,6 +224,17 @@ def test_checkpointing_sharing_and_sums_of_gradients(described):
         assert of["plain"].peak >= sum(of["plain"].parts[k] for k in ("weights", "masters", "m", "v"))  # fmt: skip
 
 
+def test_a_fused_loss_is_counted_without_logits(described):
+    model, setup = described("llama", vocab_size=8192, max_position_embeddings=2048), Setup(4, 2048)
+    plain, fused = (
+        estimate(model, at_level(recipe_for("O2", fuse_loss=fuse)), setup).moments["loss"]
+        for fuse in (False, True)
+    )
+    logits = 8192 * 8192 * 4
+    assert plain > logits
+    assert fused < plain - logits
+
+
 def test_what_fits_is_the_largest_that_does(described):
     model = described("qwen3_moe", max_position_embeddings=1024)
     setup, memory = Setup(seq=1024), 680 * 2**20

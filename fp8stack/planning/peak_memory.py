@@ -153,6 +153,9 @@ def _by_formula(
 ) -> dict[str, int]:
     """Return what the moments hold beside weights and states, and add activations to `parts`."""
     whole, recipe = setup.sharding in _WHOLE, precision.recipe
+    if recipe is not None and recipe.fuse_loss:
+        told = "fuse_loss=True: it is counted for a configuration of transformers, not for sizes of a decoder"
+        raise ConfigError(f"{told}. Give a config.json, or leave it out.")
     compiled = setup.compile and (recipe is None or recipe.compute != "te")
     fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
     copies = parts["weight copies"] = _weight_copies(stays, shape, precision, setup, compiled)

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_301
-TESTS_CAP = 29_138
+LIBRARY_CAP = 18_304
+TESTS_CAP = 29_148
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
