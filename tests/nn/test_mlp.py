@@ -367,11 +367,8 @@ def test_modules_that_are_fused_and_multiply_by_themselves_are_restored():
     assert type(model[0]) is Block
 
 
-# O0 and O1 do parts of what O2 does around the same casts
-@pytest.mark.parametrize(
-    ("level", "recipe"),
-    [("O0", "tokenwise"), ("O1", "delayed"), *(("O2", r) for r in ("current", "tokenwise", "delayed"))],
-)
+@RECIPES
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device, monkeypatch):
     calls, rmsnorm = [], ops.rmsnorm
     monkeypatch.setattr(ops, "rmsnorm", lambda *args: calls.append(1) or rmsnorm(*args))
