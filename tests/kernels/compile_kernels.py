@@ -440,13 +440,13 @@ def specializations():
 
 
 def targets_of(cases, measured):
-    """Return the architectures of each case: both where it is measured or its kernel's only one; the others take turns.
-
-    Their code is the same but for the casts of the hardware, which every kernel that has some shows for both.
-    """
-    targets, counts, turns = {}, Counter(name for name, _ in cases), Counter()
-    for name, label in cases:
-        both = (name, label) in measured or counts[name] == 1
+    """Return the architectures of each case: both where it is measured or its kernel has no other such case to show the
+    casts of the hardware, in which alone their code differs. The others take turns."""
+    targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
+    shown = {name for name, _ in measured}
+    for name, label, *_, constants in cases:
+        alone = counts[name] == 1 or ("HARDWARE" in constants and name not in shown)
+        both = (name, label) in measured or alone
         targets[name, label] = ARCHITECTURES if both else ARCHITECTURES[1 - turns[name] % 2 :][:1]
         turns[name] += not both
     return targets
@@ -510,7 +510,7 @@ def main():
     results, measurements, errors, keys = [], [], [], {}
     measured = {tuple(case) for case in json.loads(sys.argv[1])}
     cases = list(specializations())
-    targets = targets_of([case[:2] for case in cases], measured)
+    targets = targets_of(cases, measured)
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in cases:
             keys[f"{name}, {label}"] = unseen(find_launchers()[name], pointers, constants)
