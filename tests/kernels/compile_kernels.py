@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -438,6 +439,19 @@ def specializations():
             )
 
 
+def targets_of(cases, measured):
+    """Return the architectures of each case: both where it is measured or its kernel has no other such case to show the
+    casts of the hardware, in which alone their code differs. The others take turns."""
+    targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
+    shown = {name for name, _ in measured}
+    for name, label, *_, constants in cases:
+        alone = counts[name] == 1 or ("HARDWARE" in constants and name not in shown)
+        both = (name, label) in measured or alone
+        targets[name, label] = ARCHITECTURES if both else ARCHITECTURES[1 - turns[name] % 2 :][:1]
+        turns[name] += not both
+    return targets
+
+
 DTYPES = {
     "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp32": torch.float32, "fp64": torch.float64, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
@@ -495,10 +509,12 @@ def unseen(launcher, pointers, constants):
 def main():
     results, measurements, errors, keys = [], [], [], {}
     measured = {tuple(case) for case in json.loads(sys.argv[1])}
+    cases = list(specializations())
+    targets = targets_of(cases, measured)
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
-        for name, label, kernel, pointers, constants in specializations():
+        for name, label, kernel, pointers, constants in cases:
             keys[f"{name}, {label}"] = unseen(find_launchers()[name], pointers, constants)
-            for architecture in ARCHITECTURES:
+            for architecture in targets[name, label]:
                 options = launch_options(name, constants)
                 try:
                     compiled = compile_case(kernel, pointers, constants, architecture, options)

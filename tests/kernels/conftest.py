@@ -4,6 +4,9 @@ import pytest
 import torch
 from helpers import grid
 
+from fp8stack.kernels import cast_rows
+from fp8stack.kernels.reference import cast_rows as reference_rows
+
 
 def neighbours(x):
     """Return `x` with the float32 just below and just above each element."""
@@ -60,6 +63,21 @@ def rough(random_bits):
         return x.to(dtype)
 
     return draw
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Cut casts by rows into tiles of 4,096 elements and 1,024 columns for two programs where kernels are interpreted:
+    what a GPU has for small matrices lies beyond them mostly, and is never gone through in several rounds."""
+    if torch.cuda.is_available():
+        yield
+        return
+    cast_rows.tiling.cache_clear()
+    monkeypatch.setattr(cast_rows, "TILE", 4096)
+    monkeypatch.setattr(cast_rows, "LONGEST", 1024)
+    monkeypatch.setattr(reference_rows, "PARTS", 2)
+    yield
+    cast_rows.tiling.cache_clear()
 
 
 @pytest.fixture

@@ -96,10 +96,13 @@ def test_values_are_those_of_the_formula_rounded_once(fmt, kind, device):
         assert ((values[:40, :72] - exact).abs() <= half_step * (1 + 1e-4) + cancelled).all()
 
 
-@KIND
-@INPUTS
-@pytest.mark.parametrize("shape", [(1, 130), (64, 128), (65, 70), (5, 8200), (0, 4)], ids=str)
-def test_by_rows_each_row_has_the_values_and_a_scale_of_its_own(kind, dtype, shape, kernel_device):
+ROWS = [(1, 130), (64, 128), (65, 70), (5, 8200), (0, 4)]
+
+
+@every_two(3, kind=KINDS, dtype=DTYPES.values(), shape=ROWS)
+def test_by_rows_each_row_has_the_values_and_a_scale_of_its_own(
+    kind, dtype, shape, kernel_device, small_tiles
+):
     gate, up, _ = draw(shape, dtype)
     up = up if kind[1] else None
     here = [None if t is None else t.to(kernel_device) for t in (gate, up)]

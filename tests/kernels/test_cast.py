@@ -265,7 +265,9 @@ OF_VALUES = {
 
 
 @every_two(4, kernel=KERNELS, values=OF_VALUES, shape=SHAPES)
-def test_matrices_cast_as_in_the_reference(kernel, values, shape, kernel_device, rough):
+def test_matrices_cast_as_in_the_reference(
+    kernel, values, shape, kernel_device, rough, small_tiles
+):
     """Ordinary values; values of all exponents up to a limit; and those with NaN and infinity among them."""
     fmt, dtype, limit = OF_VALUES[values]
     x = rough(fitting(kernel, shape), dtype, limit)
@@ -295,7 +297,9 @@ def test_special_values_cast_as_in_the_reference(kernel, fmt, kernel_device, spe
 
 
 @ALL
-def test_zeros_become_zeros_and_what_is_too_small_has_the_smallest_scale(kernel, kernel_device):
+def test_zeros_become_zeros_and_what_is_too_small_has_the_smallest_scale(
+    kernel, kernel_device, small_tiles
+):
     for size, code in ((0.0, 0), (-0.0, 0), (2.0**-149, 0), (2.0**-136, 1), (2.0**-121, 0x68)):
         x = torch.full((20, 140), size)
         results = assert_casts_as_reference(kernel, x, E4M3, kernel_device)
@@ -307,7 +311,9 @@ def test_zeros_become_zeros_and_what_is_too_small_has_the_smallest_scale(kernel,
 
 
 @every_two(3, kernel=KERNELS, bad=[NAN, INF, -INF], position=[(0, 0), (69, 129), (128, 256)])
-def test_one_value_that_is_not_finite_makes_its_scale_nan(kernel, bad, position, kernel_device):
+def test_one_value_that_is_not_finite_makes_its_scale_nan(
+    kernel, bad, position, kernel_device, small_tiles
+):
     x = torch.randn(129, 257)
     x[position] = bad
     results = assert_casts_as_reference(kernel, x, E4M3, kernel_device)
@@ -325,7 +331,7 @@ def test_one_value_that_is_not_finite_makes_its_scale_nan(kernel, bad, position,
     ("kernel", "dtype"),
     [(k, torch.bfloat16 if i % 2 else torch.float32) for i, k in enumerate(KERNELS)],
 )
-def test_views_cast_as_in_the_reference(kernel, dtype, kernel_device):
+def test_views_cast_as_in_the_reference(kernel, dtype, kernel_device, small_tiles):
     """Transposed, strided, and contiguous ones that begin at any byte, which the next call may not have."""
     base = torch.randn(40 * 130 + 8).to(dtype)
     for offset in (0, 1, 4, 0):

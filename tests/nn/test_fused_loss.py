@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, every_two
 from layers import conv1d
 from torch import nn
 from torch.nn import functional as F
@@ -69,28 +69,20 @@ def gradients_of(loss, x, head):
     return [x.grad.flatten(0, 1), weight, *bias]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("chunk", [None, 64, 1])
-@pytest.mark.parametrize(
-    ("how", "dtype", "autocast"),
-    [
-        ("plain", torch.float32, False),
-        ("plain", torch.float32, True),
-        ("plain", torch.bfloat16, False),
-        ("plain", torch.float16, False),
-        ("bf16", torch.float32, False),
-        ("bf16", torch.bfloat16, False),
-        ("bf16", torch.float32, True),
-    ],
-)
-@pytest.mark.parametrize("turned", [False, True])
-def test_gradients_are_rounded_as_often_as_said(
-    how, dtype, autocast, chunk, reduction, turned, device
-):
+HEADS = (  # how, dtype, autocast
+    ("plain", torch.float32, False), ("plain", torch.float32, True), ("plain", torch.bfloat16, False),
+    ("plain", torch.float16, False), ("bf16", torch.float32, False), ("bf16", torch.bfloat16, False),
+    ("bf16", torch.float32, True),
+)  # fmt: skip
+
+
+@every_two(2, head=HEADS, chunk=[None, 64, 1], reduction=["mean", "sum"], turned=[False, True])
+def test_gradients_are_rounded_as_often_as_said(head, chunk, reduction, turned, device):
     """Once as dlogits, once as a part of dx, and once as the result: of the sum of magnitudes, 3 × 2^-8 at most.
 
     dw is not rounded between; float32 has 2^-24 for each of the 700 and fewer summands. torch's own is within it too.
     """
+    how, dtype, autocast = head
     head, (x, labels) = head_of(how, dtype, turned, device=device), draw(dtype, device)
     wide = how == "plain" and dtype is torch.float32 and not autocast
     with torch.autocast(device, torch.bfloat16, enabled=autocast):

@@ -264,7 +264,7 @@ def test_mlps_with_products_in_bfloat16_are_not_fused():
 def test_training_checkpoints_copies_and_graphs_go_on(level, recipe):
     """A copy and a graph give the same bits; leaving the level gives plain layers."""
     options = {"fp8_recipe": recipe, "precision_for": {"*q_proj": "forward-bf16"}, "wgrad": "bf16"}
-    model, optimizer = started(level, **options)
+    model, optimizer = started(level, Model(1), **options)
     x = torch.randn(2, 32, 64)
     for _ in range(3):
         model(x).square().mean().backward()
