@@ -11,9 +11,9 @@ model under bf16 autocast; "FP8" is level O0 with the options that levels were t
 too. Windows lie side by side over the validation shards, and none is left out but the tokens at the end that are no
 window.
 
-A record has the mean losses of at most BLOCKS pieces of text, of as many windows each, in the order of the text: what
-intervals are computed from (`intervals.py`), of pairs too, without the windows themselves. Windows of a file depend on
-each other, and a piece holds them together. `value` is the mean in bf16.
+A record has the mean losses of at most BLOCKS pieces of text, in the order of the text: what intervals are computed
+from (`intervals.py`), of pairs too, without the windows themselves. Windows of a file depend on each other, and a piece
+holds them together. `value` is the mean in bf16.
 
 Limits: eager, one GPU. Dropout and the like, which these models do not have, would be off.
 """
@@ -106,12 +106,9 @@ def window_losses(model: nn.Module, windows: Iterable[Batch], device: torch.devi
 
 
 def in_blocks(losses: np.ndarray) -> list[float]:
-    """Return the means of BLOCKS pieces, of as many windows each; fewer than BLOCKS windows are pieces each."""
-    size = max(1, len(losses) // BLOCKS)
-    count = min(BLOCKS, len(losses))
-    # what is left over goes to the last piece
-    cuts = [losses[i * size : (i + 1) * size if i + 1 < count else None] for i in range(count)]
-    return [round(float(cut.mean()), 6) for cut in cuts]
+    """Return the means of BLOCKS pieces, of as many windows each or one less; fewer windows are pieces each."""
+    pieces = np.array_split(losses, min(BLOCKS, len(losses)))
+    return [round(float(piece.mean()), 6) for piece in pieces]
 
 
 def evaluate(folder: Path, device: torch.device, options: dict[str, Any]) -> Record:

@@ -13,7 +13,7 @@ from intervals import extra_steps, over_seeds, over_text
 from record_tables import RESULTS, Record, lines, percent, read
 from training_tables import BASE, LONG_RUNS, SETTINGS
 
-MODES = ("bf16", "FP8")  # of an evaluation
+MODES = {"bf16": "value", "FP8": "value_fp8"}  # of an evaluation, and where its loss is
 Runs = dict[str, dict[int, Record]]  # the last record of each variant and seed
 
 
@@ -58,8 +58,8 @@ def crossed(records: list[Record]) -> list[str]:
             if not seeds:
                 continue
             cells = [f"{title}, {name}", str(len(seeds))]
-            means = {mode: [fmean(runs[s]["losses"][mode]) for s in seeds] for mode in MODES}
-            theirs = [fmean(base[s]["losses"]["bf16"]) for s in seeds]
+            means = {mode: [runs[s][key] for s in seeds] for mode, key in MODES.items()}
+            theirs = [base[s]["value"] for s in seeds]
             for mode in MODES:
                 gaps = [own / other - 1 for own, other in zip(means[mode], theirs, strict=True)]
                 is_base = name == BASE and mode == "bf16"
@@ -68,7 +68,7 @@ def crossed(records: list[Record]) -> list[str]:
             cells.append(f"{100 * max(texts):.2f} %")
             rows.append(tuple(cells))
         if len(base) > 1:
-            losses = [fmean(r["losses"]["bf16"]) for r in base.values()]
+            losses = [r["value"] for r in base.values()]
             apart, deviation = (
                 (max(losses) - min(losses)) / fmean(losses),
                 stdev(losses) / fmean(losses),

@@ -59,7 +59,7 @@ def make_deterministic(device: torch.device) -> None:
     if device.type == "cuda" and given is None:
         # PyTorch asks for the variable once, in the first product; what makes products of one order is the workspace
         # that it gives cuBLAS for each stream. The size of that it reads from the variable again before each product of
-        # cuBLASLt, FP8 ones among them, with a regular expression: 0.13 ms each on the host.
+        # cuBLASLt, FP8 ones among them, with a regular expression, on the host.
         one = torch.ones(16, 16, device=device)
         torch.mm(one, one)
         del os.environ[WORKSPACE]

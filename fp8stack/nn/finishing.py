@@ -14,31 +14,35 @@ weights under autocast are in float32. Products that a module of another library
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.levels import PRECISIONS
 
-from .block_graphs import BlockGraphs
 from .casts import Products
 from .matmuls import BareMatmuls
 from .te import Engine
 
 
+def products_in(model: nn.Module) -> list[Any]:
+    """Return what says how the products of a model's layers, and by its bare parameters, are made."""
+    names = ("products", "in_products", "te", "_bare_matmuls")
+    held = tree_leaves([[vars(m).get(name) for name in names] for m in model.modules()])
+    bare = [p for x in held if isinstance(x, BareMatmuls) for p in x.all_products]
+    return [*dict.fromkeys(x for x in (*held, *bare) if isinstance(x, (Products, Engine)))]
+
+
 def finish_products(model: nn.Module) -> bool:
     """Make the FP8 products of `model` in bfloat16 from now on; return whether there were any left."""
-    names = ("products", "in_products", "te", "_bare_matmuls", "block_graphs")
-    held = {id(x): x for m in model.modules() for x in tree_leaves([*map(vars(m).get, names)])}
-    found = [x for x in held.values() if isinstance(x, (Products, Engine, BareMatmuls))]
-    left = [x for x in found if not x.finished]
+    left = [x for x in products_in(model) if not x.finished]
     for x in left:
         if isinstance(x, Products):
             x.in_bf16 = PRECISIONS["bf16"]
-        elif isinstance(x, BareMatmuls):
-            x.finish()
         else:
             x.finished = True
-    for x in held.values() if left else ():
-        if isinstance(x, BlockGraphs):
-            x.forget()
+    graphs: set[Any] = {vars(m).get("block_graphs") for m in model.modules()} - {None}
+    for each in graphs if left else ():
+        each.forget()
     return bool(left)

@@ -108,8 +108,6 @@ def _next_inside(module: nn.Module) -> Iterator[nn.Module]:
 class BareMatmuls:
     """The products by bare parameters of one model: their settings, and what became of them."""
 
-    finished = False  # made in bfloat16 from now on: finishing.py
-
     def __init__(
         self, recipe: Recipe, skipped: Iterable[nn.Module] = (), heads: Iterable[nn.Module] = ()
     ) -> None:
@@ -128,6 +126,7 @@ class BareMatmuls:
             Products(self.recipe, turned=t, inputs=inputs, in_bf16=in_bf16) for t in (False, True)
         ]
         self._head_products = Products(self.recipe, in_bf16=f"forward {in_bf16}".strip())
+        self.all_products = (*self._products, self._head_products)
 
     def __reduce__(self) -> Any:
         # A copy's parameters are others; its layers keep their own record of the modules to skip.
@@ -139,9 +138,13 @@ class BareMatmuls:
 
     def finish(self) -> None:
         """Make products in bfloat16 from now on; grouped ones are left to torch."""
-        self.finished = True
-        for products in (*self._products, self._head_products):
+        for products in self.all_products:
             products.in_bf16 = PRECISIONS["bf16"]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all products are in bfloat16 by now: finishing.py."""
+        return self._products[0].finished
 
     def products_of(self, parameter: Tensor | None, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
@@ -43,12 +42,6 @@ def results(
     return found[0], found[1], found[2], found[3]
 
 
-def _without(wanted: tuple[bool, bool], *given: Tensor) -> Codes:
-    """Return codes, scale, codes_t, scale_t with empty tensors for a layout that was not asked for."""
-    kept = [x if wanted[i // 2] else x.new_empty((0, 0)) for i, x in enumerate(given)]
-    return kept[0], kept[1], kept[2], kept[3]
-
-
 def cast_1x128(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     fmt: MiniFloat,
@@ -57,10 +50,9 @@ def cast_1x128(
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
     x = as_matrix(x, BLOCK, BLOCK)
-    plain, scale = quantize_blocks(x, fmt)
-    plain_t, scale_t = quantize_blocks(x.t(), fmt)
-    scale, scale_t = (each.t().contiguous().t() for each in (scale, scale_t))
-    return _without((codes, transposed), plain, scale, plain_t, scale_t)
+    plain, scale = quantize_blocks(x if codes else x[:0, :0], fmt)
+    plain_t, scale_t = quantize_blocks(x.t() if transposed else x[:0, :0], fmt)
+    return plain, scale.t().contiguous().t(), plain_t, scale_t.t().contiguous().t()
 
 
 def cast_128x128(
@@ -75,9 +67,9 @@ def cast_128x128(
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
     plain = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
-    forward = pad(scale, (0, -cols % 4)).contiguous().t()
-    backward = pad(scale.t(), (0, -rows % 4)).contiguous().t()
-    return _without((codes, transposed), plain, forward, transpose(plain), backward)
+    found, none = results(x, fmt, True, codes, transposed), x.new_empty((0, 0), dtype=fmt.dtype)
+    found[1][:cols], found[3][:rows] = (scale.t() if codes else 0.0), (scale if transposed else 0.0)
+    return plain if codes else none, found[1], transpose(plain) if transposed else none, found[3]
 
 
 def matmul_blocks(

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_304
-TESTS_CAP = 29_170
+LIBRARY_CAP = 18_276
+TESTS_CAP = 29_247
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
