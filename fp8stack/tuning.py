@@ -226,11 +226,9 @@ class _Mixes:
         self.layers = {name: TunedLayer(name) for name in self.modules}
         self.given = {p: p.in_bf16 for p in products_in(model)}
         self.times: dict[str, dict[str, float]] = {}
-        reasons, precision = (
-            {"", *([] if "head" in options else [HEAD])},
-            decisions.layers.precision,
-        )
-        heads = find_heads(model) if "head" in options else set()
+        precision, given_head = decisions.layers.precision, "head" in options
+        reasons = {""} if given_head else {"", HEAD}
+        heads = find_heads(model) if given_head else set()
         self.default = {}  # of layers that are to be chosen
         for name, module in self.modules.items():
             whys = {precision.of(m)[1] for m in (module, *module.children())}

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_276
+LIBRARY_CAP = 18_274
 TESTS_CAP = 29_247
 _NO_CODE = {
     tokenize.COMMENT,
