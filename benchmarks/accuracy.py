@@ -78,6 +78,7 @@ ALL_FP8 = {"head": "fp8"}
 CURRENT, TOKENWISE, BLOCKWISE = ({"fp8_recipe": n} for n in ("current", "tokenwise", "blockwise"))
 PARTLY = {"precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"}}
 MLPS = {"precision_for": {"*.self_attn.*": "bf16"}}
+THROUGHOUT = {"select": "all", "compute": "native", "strict": True}  # whatever FP8 makes slower
 TE = {"compute": "te", "fp8_recipe": "current"}
 BODY = ("*_proj",)
 VARIANTS = [
@@ -226,8 +227,8 @@ def convert(variant: Variant, model: nn.Module) -> tuple[nn.Module, float]:
     skip, model = layers_left_out(model, variant), copy.deepcopy(model)
     if variant.torchao:
         return in_torchao(model, variant.torchao, skip)
-    options = {"select": "all", "compute": "native", **(variant.options or {})}
-    model, _ = fp8stack.initialize(model, None, "O0", strict=True, skip=skip, **options)
+    options = {**THROUGHOUT, **(variant.options or {})}
+    model, _ = fp8stack.initialize(model, None, "O0", skip=skip, **options)
     return model, fp8stack.get_report(model).share
 
 
@@ -267,13 +268,18 @@ def report(results: dict[str, Numbers], name: str, windows: Tensor, output: Path
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def add_text(parser: argparse.ArgumentParser, tokens: int, meaning: str) -> None:
+    """Add what `build` reads the model and the text by."""
+    add = parser.add_argument
+    add("--wheels", type=Path, default=Path("wheels"), help="folder of downloaded wheels")
+    add("--tokens", type=int, default=tokens, help=meaning)
+    add("--window", type=int, default=512, help="tokens that the model sees at once")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_choices(parser, MODELS, RESULTS)
-    add = parser.add_argument
-    add("--wheels", type=Path, default=Path("wheels"), help="folder of downloaded wheels")
-    add("--tokens", type=int, default=24_576, help="of the text")
-    add("--window", type=int, default=512, help="tokens that the model sees at once")
+    add_text(parser, 24_576, "of the text")
     options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["smollm2-135m"])
     if options.window < 2 or options.tokens < 2 * options.window or options.tokens % options.window:
         parser.error(

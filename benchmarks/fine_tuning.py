@@ -29,12 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import ALL_FP8, BLOCKWISE, CURRENT, MODELS, build
+from accuracy import ALL_FP8, BLOCKWISE, CURRENT, MODELS, THROUGHOUT, add_text, build
 from common import ROOT, add_choices, append_records, read_choices
-from intervals import over_seeds
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from seed_tables import fine_tuning
 from timing import Numbers, attempt
 from torch import Tensor, nn
 
@@ -67,18 +64,14 @@ VARIANTS = [
 ]
 
 
-def initialize(model: nn.Module, optimizer: Any, level: str, variant: Variant) -> tuple[Any, Any]:
-    options = {"select": "all", "compute": "native", **variant.options}
-    return fp8stack.initialize(model, optimizer, level, strict=True, **options)
-
-
 @torch.no_grad()
 def evaluate(model: nn.Module, windows: Tensor) -> float:
     """Return the mean loss of windows [count, length] under bf16 autocast."""
     losses = []
+    model.eval()
     for window in windows.split(1):
         with torch.autocast(windows.device.type, torch.bfloat16):
-            losses.append(model.eval()(input_ids=window, labels=window).loss.double())
+            losses.append(model(input_ids=window, labels=window).loss.double())
     return torch.stack(losses).mean().item()
 
 
@@ -89,7 +82,8 @@ def train(
     steps = len(windows) // options.batch
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=0.0)
     if variant.level:
-        model, optimizer = initialize(model, optimizer, variant.level, variant)
+        options_of_fp8 = {**THROUGHOUT, **variant.options}
+        model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **options_of_fp8)
     model.train()
     for step, batch in enumerate(windows.split(options.batch)[:steps]):
         for group in optimizer.param_groups:
@@ -112,40 +106,28 @@ def measure(
     trained = copy.deepcopy(model)
     trained.load_state_dict(weights)
     losses = {"loss_in_bf16": evaluate(trained, held_out)}
-    own = initialize(trained, None, "O0", variant)[0] if variant.level else trained
-    return {**losses, "loss_in_own": evaluate(own, held_out)}
+    if variant.level:
+        fp8stack.initialize(trained, None, "O0", **THROUGHOUT, **variant.options)
+    return {**losses, "loss_in_own": evaluate(trained, held_out)}
 
 
 def report(found: dict[tuple[str, int], Numbers], before: float, params: Any, output: Path) -> None:
-    title = f"{params['model']}: {params['tokens']:,} tokens, {before:.4f} before"
-    table = Table("trained at", title=title, box=box.SIMPLE)
-    for column in ("loss in bf16", "damage", "95 %", "own", "95 %"):
-        table.add_column(column, justify="right", no_wrap=True)
     records = []
-    for name in dict.fromkeys(name for name, _ in found):
-        runs = {seed: n for (own, seed), n in found.items() if own == name}
-        cells = [f"{over_seeds([n['loss_in_bf16'] for n in runs.values()])[0]:.4f}"]
-        for key in ("loss_in_bf16", "loss_in_own"):
-            gaps = [n[key] - found[BASE, seed]["loss_in_bf16"] for seed, n in runs.items()]
-            mean, half = over_seeds(gaps)
-            cells += [f"{mean:+.4f}", "-" if half is None else f"± {half:.4f}"]
-        table.add_row(name, *cells)
-        for seed, n in runs.items():
-            value = n["loss_in_bf16"] - found[BASE, seed]["loss_in_bf16"]
-            record = {"name": "fine_tuning", "variant": name, "params": {**params, "seed": seed}}
-            record |= {"metric": "damage", "value": value, "unit": "nats a token"}
-            records.append({**record, "before": before, **n})
+    for (name, seed), n in found.items():
+        value = n["loss_in_bf16"] - found[BASE, seed]["loss_in_bf16"]
+        record = {"name": "fine_tuning", "variant": name, "params": {**params, "seed": seed}}
+        record |= {"metric": "damage", "value": value, "unit": "nats a token"}
+        records.append({**record, "before": before, **n})
     append_records(output, records)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print(f"{params['model']}: {params['tokens']:,} tokens, loss {before:.4f} before")
+    print("\n".join(fine_tuning(records)))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_choices(parser, MODELS, RESULTS)
+    add_text(parser, 24_576, "that are held out")
     add: Any = parser.add_argument
-    add("--wheels", type=Path, default=Path("wheels"), help="folder of downloaded wheels")
-    add("--tokens", type=int, default=24_576, help="that are held out")
-    add("--window", type=int, default=512, help="tokens that the model sees at once")
     add("--batch", type=int, default=16, help="windows in a step")
     add("--steps", type=int, default=200)
     add("--lr", type=float, default=1e-4)
@@ -153,6 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["smollm2-135m"])
     if BASE not in [v.name for v in options.variants]:
         parser.error(f"--only must match {BASE!r}, which the others are compared with")
+    if options.window < 2 or options.tokens < options.window or options.tokens % options.window:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --window {options.window}")
     held_out = options.tokens
     options.tokens += options.steps * options.batch * options.window
     if options.device == "cuda":  # a CPU adds up in one order anyway

@@ -30,12 +30,10 @@ import math
 import sys
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import accuracy
 import torch
-from accuracy import MODELS, Variant, convert
+from accuracy import MODELS, Variant, add_text, convert
 from common import ROOT, add_choices, append_records, read_choices
 from rich import box
 from rich.console import Console
@@ -178,11 +176,8 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_choices(parser, MODELS, RESULTS)
-    add: Any = parser.add_argument
-    add("--wheels", type=Path, default=Path("wheels"), help="folder of downloaded wheels")
-    add("--tokens", type=int, default=131_072, help="of the text, in all batches")
-    add("--window", type=int, default=512, help="tokens that the model sees at once")
-    add("--batch", type=int, default=16, help="windows in a batch")
+    add_text(parser, 131_072, "of the text, in all batches")
+    parser.add_argument("--batch", type=int, default=16, help="windows in a batch")
     options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["smollm2-135m"])
     size = options.batch * options.window
     if size < 1 or options.tokens < 2 * size or options.tokens % size:

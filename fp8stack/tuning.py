@@ -59,6 +59,7 @@ from .nn.coverage import listed
 from .nn.experts import Fp8Experts
 from .nn.finishing import products_in
 from .nn.heads import HEAD, find_heads
+from .nn.precision import with_products
 from .report import say
 
 BF16 = PRECISIONS["bf16"]
@@ -131,9 +132,7 @@ class Tuned:
             )
         kept = sum(x.ms["bf16"] - x.ms[x.precision] for x in self.layers if x.ms)
         within = "within the budget" if self.met else "OVER the budget"
-        told = (
-            f"the mix costs {self.cost:.5f}, {within} of {self.budget:g}, and saves {kept:.3f} ms"
-        )
+        told = f"the mix costs {self.cost:.5f}, {within} of {self.budget:g}, saves {kept:.3f} ms"
         return "\n".join([*lines, told, f"options: {self.options}"])
 
 
@@ -197,12 +196,10 @@ def tune(
             module.training = mode
     if not result.met:
         told = f"what is not to be chosen costs {result.cost:.3g}, more than budget={budget:g}"
-        own = (
-            ", ".join(x.name for x in result.layers if x.precision == "as given")
-            or "bare parameters"
-        )
+        names = [x.name for x in result.layers if x.precision == "as given"]
         warn(
-            f"fp8stack tune: {told}: {own}. Give matmuls=False, fewer options that ask for FP8, or a larger budget."
+            f"fp8stack tune: {told}: {', '.join(names) or 'bare parameters'}. Give matmuls=False, fewer options that "
+            "ask for FP8, or a larger budget."
         )
     if not quiet:
         say(result)
@@ -247,9 +244,9 @@ class _Mixes:
             for hook in hooks:
                 hook.remove()
         self.of_loss = loss is not None or self.reference.ndim == 0
-        if not bool(self.reference.isfinite().all()):
+        bad = int((~self.reference.isfinite()).sum())
+        if bad:
             told = f"the {'loss' if self.of_loss else 'logits'} of this batch in bfloat16 must be finite"
-            bad = int((~self.reference.isfinite()).sum())
             raise ModelError(
                 f"{told}, and {bad} are NaN or infinite. Look at weights and batch, or give loss=...."
             )
@@ -274,8 +271,7 @@ class _Mixes:
                 wanted[escape(name)] = fp8 if how == "fp8" else how
         if wanted:
             options["precision_for"] = wanted
-        on_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if on_gpu else str(self.device)
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         unit = "absolute change of the loss" if self.of_loss else "KL, nats a token"
         return Tuned(options, cost, budget, cost <= budget, unit, device, [*self.layers.values()])
 
@@ -346,8 +342,7 @@ class _Mixes:
 
     def _in_bf16(self, how: str) -> str:
         """Return the products in bfloat16 of a layer of that precision, with what the recipe says of all layers."""
-        own, more = PRECISIONS[how], "wgrad" if self.recipe.wgrad == "bf16" else ""
-        return own if more in own else f"{own} {more}".strip()
+        return with_products(PRECISIONS[how], "wgrad" if self.recipe.wgrad == "bf16" else "")
 
     def _time(self, name: str, module: nn.Module, *call: Any) -> None:
         """Note a call of a layer, and time the layer, once for each shape."""

@@ -109,23 +109,25 @@ def find(numbers: Numbers, recipes: Mapping[str, Any]) -> list[Finding]:
         name of its module, and its products in bfloat16.
     """
     found: list[Finding] = []
+    told: dict[
+        tuple[str, str], set[str]
+    ] = {}  # layers by number and operand: of each the first rule that it breaks
     for rule, kind in itertools.product(RULES, OPERANDS):
         field, sign = rule.field, 1 if rule.above else -1
         if kind not in rule.operands:
             continue
-        told = {n for f in found if f[:2] == ("under_noise", kind) for n in f.layers}
         values = {n: k[kind][field] for n, k in numbers.items() if field in k.get(kind, {})}
-        if field == "snr_db":
-            values = {n: v for n, v in values.items() if n not in told}
         if field == "update_ratio" and any(values.values()):
             # Where other layers move, one without inputs and gradients was not used, and rightly stands still.
             used = {n for n in values if n not in recipes or len(numbers[n]) > 1}
             values = {n: v for n, v in values.items() if v or n in used}
-        broken = [layer for layer, v in values.items() if sign * v > sign * rule.limit]
+        known = told.setdefault((field, kind), set())
+        broken = [n for n, v in values.items() if sign * v > sign * rule.limit and n not in known]
         if not broken:
             continue
         if field != "nonfinite":
             broken.sort(key=lambda layer: -sign * values[layer])
+        known.update(broken)
         worst = broken[0]
         says = rule.says.format(value=values[worst], limit=rule.limit, operand=OPERANDS[kind])
         remedy = rule.remedy or _wider(worst, kind, recipes[worst], numbers[worst][kind])

@@ -51,6 +51,7 @@ from .forward_code import is_of_library
 from .heads import HEAD
 from .linear import bf16_matmul, fp8_matmul
 from .mixin import Mixin, mix
+from .precision import with_products
 from .select import least_rows, pays
 
 RECIPES = ("current", "tokenwise", "rowwise", "blockwise")  # others become "current"
@@ -125,7 +126,7 @@ class BareMatmuls:
         self._products = [
             Products(self.recipe, turned=t, inputs=inputs, in_bf16=in_bf16) for t in (False, True)
         ]
-        self._head_products = Products(self.recipe, in_bf16=f"forward {in_bf16}".strip())
+        self._head_products = Products(self.recipe, in_bf16=with_products("forward", in_bf16))
         self.all_products = (*self._products, self._head_products)
 
     def __reduce__(self) -> Any:

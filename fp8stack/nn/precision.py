@@ -75,9 +75,14 @@ class Precision:
         return (_ALL if self._whole and products else products), reason
 
     def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
-        if not alone and self._default not in products:
-            products = f"{products} {self._default}".strip()
+        if not alone:
+            products = with_products(products, self._default)
         self._own.update(dict.fromkeys(module.modules(), (products, reason)))
+
+
+def with_products(products: str, more: str) -> str:
+    """Return the products of both, as `levels.PRECISIONS` names them; `more` are none, or one."""
+    return products if more in products else f"{products} {more}".strip()
 
 
 def outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
