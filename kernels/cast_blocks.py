@@ -56,9 +56,6 @@ def _cast_1x128_kernel(
             tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0), MANTISSA
         )
         tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
-        if CODES:
-            # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
-            x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
         c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
         transpose_tiles.store_columns(
             c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
@@ -87,7 +84,7 @@ def _cast_128x128_kernel(
 
 
 _launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, **UNFUSED)
-_launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, **UNFUSED)
+_launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=4, **UNFUSED)
 
 
 def cast_1x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
