@@ -3,7 +3,7 @@
 `measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
 `tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
 
-Limits: neither learned choices of layers nor fused ones. Native layers kept FP8 codes of their weights
+Limits: no fused layers. Native layers kept FP8 codes of their weights
 from forward to the optimizer's step once, unless told not to ("cache off"); records of that time are left out.
 """
 
@@ -33,6 +33,7 @@ VOCAB = 50_304  # of training.py's shards, padded by the application
 NOT_KEPT = (
     "2026-11-25T15:00"  # records from then on are of layers that keep no codes until the step
 )
+SELECTED = "2026-11-26T10:14"  # before, layers of all sizes were in FP8
 SHARDINGS = {"zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp", "accelerate ddp": "ddp"}
 
 
@@ -90,6 +91,13 @@ def _kept_codes(record: dict[str, Any], precision: Precision) -> bool:
     return native and record.get("time", NOT_KEPT) < NOT_KEPT
 
 
+def _as_then(precision: Precision, record: dict[str, Any]) -> Precision:
+    """Return the precision with what was its default when the record was made."""
+    if precision.recipe is None or record.get("time", SELECTED) >= SELECTED:
+        return precision
+    return replace(precision, recipe=replace(precision.recipe, select="all"))
+
+
 def table() -> list[str]:
     rows = []
     for peak in measured():
@@ -103,7 +111,7 @@ def _steps() -> Iterator[Peak]:
     """Forward and backward of train_step.py, from bfloat16 weights."""
 
     def level(**given: str) -> Precision:
-        return at_level(recipe_for("O0", skip=["head"], **given), torch.bfloat16)
+        return at_level(recipe_for("O0", skip=["head"], select="all", **given), torch.bfloat16)
 
     precisions = {"bf16": Precision("bf16", torch.bfloat16, False)}
     for recipe in ("current", "blockwise"):
@@ -133,7 +141,7 @@ def _whole_steps() -> Iterator[Peak]:
             setup = Setup(p["batch"], p["seq"], compile=v.compiled)
             shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
-            yield Peak(name, shape, precision, setup, record["peak_gib"])
+            yield Peak(name, shape, _as_then(precision, record), setup, record["peak_gib"])
 
 
 def _fitting() -> Iterator[Peak]:
@@ -156,7 +164,8 @@ def _fitting() -> Iterator[Peak]:
             setup = Setup(config.batch, p["seq"], checkpointing=whole)
             size, n = f"{record['parameters'] / 1e9:.1f}B", f"{config.batch} × {p['seq']}"
             name = f"{size} {variant}, {'recomputed' if whole else n}"
-            yield Peak(name, shape_of(config), precision, setup, record["peak_gib"])
+            then = _as_then(precision, record)
+            yield Peak(name, shape_of(config), then, setup, record["peak_gib"])
 
 
 def _frameworks() -> Iterator[Peak]:
@@ -170,7 +179,8 @@ def _frameworks() -> Iterator[Peak]:
             if precision and (whole or not _kept_codes(record, precision)):
                 setup = Setup(p["batch"], p["seq"], p["ranks"], sharding)
                 shape = shape_of(replace(MODELS[p["model"]], sequence=p["seq"]))
-                yield Peak(record["variant"], shape, precision, setup, record["peak_gib"])
+                then = _as_then(precision, record)
+                yield Peak(record["variant"], shape, then, setup, record["peak_gib"])
 
 
 def _data_parallel() -> Iterator[Peak]:
@@ -180,7 +190,8 @@ def _data_parallel() -> Iterator[Peak]:
         if record["variant"] == "DataParallel":
             shape = shape_of(replace(MODELS[p["model"]], sequence=p["seq"]))
             setup = Setup(p["batch"], p["seq"], p["ranks"])
-            yield Peak(f"DataParallel {p['model']}", shape, precision, setup, record["peak_gib"])
+            then = _as_then(precision, record)
+            yield Peak(f"DataParallel {p['model']}", shape, then, setup, record["peak_gib"])
 
 
 def _training() -> Iterator[Peak]:
@@ -212,4 +223,4 @@ def _training() -> Iterator[Peak]:
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"], compile=compiled)
         name = f"training {p['model']} {variant}{' te' * (compute == 'te')}{title and f', {title}'}"
         name += ", compiled" * compiled
-        yield Peak(name, shape, precision, setup, record["peak_gib"])
+        yield Peak(name, shape, _as_then(precision, record), setup, record["peak_gib"])

@@ -107,13 +107,31 @@ def test_what_stays_is_what_a_real_model_holds(kind, name):
 
 def test_blocks_are_counted_once_and_multiplied():
     for shape in (shape_of(SIZES["gpt2"]), replace(shape_of(SIZES["llama"]), layers=9)):
-        for precision in (*BASELINES.values(), at_level(recipe_for("O2"))):
+        for precision in (*BASELINES.values(), at_level(recipe_for("O2", select="all"))):
             whole = resident(shape.skeleton(precision.weights), precision)
             e = estimate(shape, precision, Setup())
             parts = {k: v for k, v in e.parts.items() if k in whole.bytes}
             parts["weight copies"] -= whole.codes  # of few tokens
             assert parts == whole.bytes
             assert e.parameters == shape.parameters
+
+
+def test_layers_that_are_faster_in_bfloat16_keep_its_activations():
+    """Of GPT-2's layers those stay out of FP8 whose input is in bfloat16; of few tokens all do."""
+    own = {"gated": False, "rms": False, "bias": True, "tied": True, "joint_qkv": True}
+    shape = Shape(12, 768, 12, 12, 3072, 50_304, **own, positions=1024)
+    fast = Setup(32, 1024, compile=True)
+
+    def kept(setup, **options):
+        return estimate(shape, at_level(recipe_for("O0", **options)), setup).parts["activations"]
+
+    named = {"*.o_proj": "bf16", "*.down_proj": "bf16"}
+    by_name = kept(fast, select="all", precision_for=named)
+    assert (
+        kept(fast, select="all") < by_name == kept(fast) < kept(fast, precision_for={"*": "bf16"})
+    )
+    few = Setup(1, 128, compile=True)
+    assert kept(few) == kept(few, precision_for={"*": "bf16"}) > kept(few, select="all")
 
 
 def test_residuals_of_accumulated_gradients_and_host_memory_are_counted():
@@ -173,7 +191,7 @@ def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
 
 def test_compiled_models_keep_one_copy_of_weights_and_return_gradients_together():
     def of(setup, **options):
-        return estimate(LLAMA, at_level(recipe_for("O2", **options)), setup)
+        return estimate(LLAMA, at_level(recipe_for("O2", select="all", **options)), setup)
 
     few, compile = Setup(seq=128), Setup(seq=128, compile=True)
     eager, compiled = of(few), of(compile)

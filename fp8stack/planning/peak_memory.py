@@ -35,6 +35,9 @@ Under ZeRO a model is in bfloat16 and masters are float32 partitions, or bfloat1
 gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradients are FP8 on the wire only under ZeRO
 and FSDP2.
 
+With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rule of `nn/select.py` for
+single layers and the tokens of a micro-batch. A model of transformers is measured with all of them in FP8.
+
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Compiled models that ranks share are counted as each
 rank's part of one that is not shared; whole gradients and copies of gathered weights may come on top.
 """
@@ -51,6 +54,7 @@ import torch
 from fp8stack.errors import ConfigError
 from fp8stack.levels import check_choice
 from fp8stack.nn.casts import FEW_ROWS
+from fp8stack.nn.select import least_rows
 
 from .activation_memory import activations
 from .decoder_shape import Shape, check_sizes
@@ -118,10 +122,12 @@ def estimate(model: Model, precision: Precision, setup: Setup) -> Estimate:
         ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise at this precision, and of a
             HuggingFaceModel what cannot be measured.
     """
-    whole, recipe = setup.sharding in _WHOLE, precision.recipe
     if setup.sharding.startswith("zero"):  # float32 partitions, whatever the model was in
         mixed = precision.autocast or precision.weights is not torch.float32
         precision = replace(precision, weights=torch.float32, autocast=mixed)
+    if isinstance(model, Shape):
+        precision = _selected(model, precision, setup)
+    whole, recipe = setup.sharding in _WHOLE, precision.recipe
     fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
     stays = _resident_of(model, precision, setup.accumulate)
@@ -139,6 +145,30 @@ def estimate(model: Model, precision: Precision, setup: Setup) -> Estimate:
     states = sum(parts[kind] for kind in ("weights", "masters", "m", "v"))
     moments = {name: states + always + nbytes for name, nbytes in moments.items()}
     return Estimate(parts, moments, model.parameters)
+
+
+def _selected(shape: Shape, precision: Precision, setup: Setup) -> Precision:
+    """Return the precision with the layers in bfloat16 that select="auto" leaves there on a GPU, at so many tokens."""
+    recipe, tokens = precision.recipe, setup.batch * setup.seq
+    if recipe is None or recipe.select != "auto" or recipe.compute == "te":
+        return precision
+    h, q, kv, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
+    if shape.joint_qkv:
+        sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (h, q + 2 * kv, 1))
+    else:
+        sizes = {"q_proj": (h, q, 3), "k_proj": (h, kv, 3), "v_proj": (h, kv, 3)}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (h, f, 1 + shape.gated))
+    sizes |= {"o_proj": (q, h, 1), "down_proj": (f, h, 1), "head": (h, shape.vocab, 1)}
+    # norms give float32 where the weights are, attention and activations what products give
+    wide = precision.autocast and precision.weights is torch.float32
+    left = {}
+    for name, size in sizes.items():
+        column = 2 * setup.compile + (wide and name not in ("o_proj", "down_proj"))
+        if tokens < least_rows(*size)[column]:
+            left["head" if name == "head" else f"*.{name}"] = "bf16"
+    return replace(
+        precision, recipe=replace(recipe, precision_for=(*recipe.precision_for, *left.items()))
+    )
 
 
 def _by_formula(

@@ -58,7 +58,7 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
     assert "fits" not in columns["O2"]
     assert columns["O2"]["bytes"]["v"] < 0.6 * whole["O2"]["bytes"]["v"]
     for tokens, kept in ((2048, True), (16_384, False)):  # few tokens: codes stay until backward
-        _, other = estimated(*SMALL, "--opt-level", "O2", "--seq", str(tokens))
+        _, other = estimated(*SMALL, "--opt-level", "O2", "--select", "all", "--seq", str(tokens))
         assert bool(other["O2"]["bytes"]["weight copies"]) == kept
     _, shared = estimated(*SMALL, "--opt-level", "O2", "--ranks", "4", "--zero", "2")
     assert shared["O2"]["bytes"]["v"] == -(-whole["O2"]["bytes"]["v"] // 4)
