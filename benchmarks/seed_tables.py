@@ -26,7 +26,7 @@ def within(value: tuple[float, float | None]) -> str:
 def named(record: Record) -> str:
     """Return what tells a level's runs from others of the level."""
     flags = record["params"].get("flags") or {}
-    made_by = {"TransformerEngine"} if record["compute"] == "te" else set()
+    made_by = {"TransformerEngine"} if record.get("compute") == "te" else set()
     return ", ".join(
         [record["variant"], *sorted(made_by), *(f"`{k}={v}`" for k, v in flags.items())]
     )
@@ -53,7 +53,7 @@ def crossed(records: list[Record]) -> list[str]:
     for model, title in LONG_RUNS.items():
         found = comparable(records, model)
         base = found.get(BASE, {})
-        for name, runs in found.items():
+        for name, runs in sorted(found.items(), key=lambda item: (item[0] != BASE, "," in item[0])):
             seeds = sorted(runs.keys() & base.keys())
             if not seeds:
                 continue
@@ -99,7 +99,7 @@ def steps_to_loss(records: list[Record]) -> list[str]:
     for model, title in LONG_RUNS.items():
         found = comparable(records, model)
         base = found.get(BASE, {})
-        for name, runs in found.items():
+        for name, runs in sorted(found.items(), key=lambda item: "," in item[0]):
             seeds = sorted(runs.keys() & base.keys())
             if name == BASE or not seeds:
                 continue
@@ -123,18 +123,19 @@ def steps_to_loss(records: list[Record]) -> list[str]:
 
 def fine_tuning(records: list[Record]) -> list[str]:
     """Return a row for each variant of fine_tuning.py: how much worse its weights are than bf16's of the same seeds."""
-    rows = []
-    base = {r["params"]["seed"]: r["loss_in_bf16"] for r in records if r["variant"] == "bf16"}
-    for variant in dict.fromkeys(r["variant"] for r in records):
-        runs = {r["params"]["seed"]: r for r in records if r["variant"] == variant}
+    rows: list[tuple[str, ...]] = []
+    found = by_name(records)
+    base = found.pop(BASE)
+    for variant, runs in found.items():
         cells = []
         for key in ("loss_in_bf16", "loss_in_own"):
-            mean, half = over_seeds([r[key] - base[seed] for seed, r in runs.items()])
+            off = [r[key] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
+            mean, half = over_seeds(off)
             cells.append(f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}"))
-        rows.append((variant, str(len(runs)), *(["", ""] if variant == "bf16" else cells)))
-    return lines(
-        ("trained at", "seeds", "above bf16, evaluated in bf16", "in its own products"), rows
-    )
+        more = [extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()]
+        rows.append((variant, str(len(runs)), *cells, within(over_seeds(more))))
+    heads = ("above bf16, evaluated in bf16", "in its own products", "more steps than bf16")
+    return lines(("trained at", "seeds", *heads), rows)
 
 
 TABLES = {}

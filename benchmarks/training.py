@@ -132,6 +132,11 @@ class Run:
         config = self.config(options)
         return run_folder(config, config.precision)
 
+    def log(self, options: argparse.Namespace) -> Path:
+        """Return the file that a run prints into, beside its folder."""
+        folder = self.folder(options)
+        return folder.with_name(f"{folder.name}.log")  # names have dots of their own
+
     def own_flags(self, options: argparse.Namespace) -> dict[str, str]:
         """Return the values of --flag by name, which only levels have."""
         return {} if self.level in PLAIN else options.flag
@@ -207,11 +212,11 @@ def environment(gpu: int, device: str) -> dict[str, str]:
 
 
 def start(run: Run, gpu: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Start a run, which prints into a file beside its folder."""
+    """Start a run."""
     options.runs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *run.flags(options)]
     print(f"{run.name}: starts", file=sys.stderr, flush=True)
-    with open(run.folder(options).with_suffix(".log"), "wb") as log:
+    with open(run.log(options), "wb") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment(gpu, options.device)
         )
@@ -467,7 +472,7 @@ def main(arguments: list[str] | None = None) -> int:
         for run, gpu, seconds, status in run_all(runs, options):
             record = {"value": None} if status else to_record(run, seconds, options)
             if record["value"] is None:
-                output = run.folder(options).with_suffix(".log").read_text(errors="replace")
+                output = run.log(options).read_text(errors="replace")
                 print(f"{run.name}: failed ({status}):\n{output[-2000:]}", file=sys.stderr)
                 failed.append(run.name)
                 continue

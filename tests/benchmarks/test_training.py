@@ -65,6 +65,9 @@ def test_records_are_of_runs_that_ended_well(given, tmp_path, capsys, monkeypatc
     name = "tiny-seed0-lr0.001-warmup2-fp8-recipe-delayed-fuse-true-fp8-o2"
     told = json.loads((tmp_path / "runs" / name / "run.json").read_text())["config"]
     assert (told["fp8_recipe"], told["fuse"], told["max_lr"]) == ("delayed", True, 1e-3)
+    own = training.Run("tiny", 0, "off")
+    logs = {own.log(training.parse([*given, "--lr", lr])).name for lr in ("1e-3", "2e-3")}
+    assert logs == {f"tiny-seed0-lr0.00{n}-warmup2-bf16.log" for n in "12"}
 
 
 @pytest.mark.slow
