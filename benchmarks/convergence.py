@@ -3,28 +3,24 @@
     python benchmarks/convergence.py --seeds 0 1 2 --steps 1500 --jobs 4
     python benchmarks/convergence.py --model 126m --levels baseline --formats 8bit/split24 4bit/split24 --batch 16 \
         --lr 6e-4 --data stdlib --out benchmarks/results/optimizer_parity.jsonl
-    python benchmarks/convergence.py --model 126m --levels baseline --recipes native/current te/delayed --batch 16 \
-        --lr 6e-4 --data stdlib --out benchmarks/results/product_parity.jsonl
     python benchmarks/convergence.py --model 126m --fallbacks fp8stack bitsandbytes --batch 16 --lr 6e-4 --data stdlib
     python benchmarks/convergence.py --model 126m --levels --peers '*' 'torchao *bit/bf16' --batch 16 --lr 6e-4 \
         --data stdlib
 
 The first compares the levels. The second compares optimizers alone: O2 with GEMMs in bf16, whose gradients are FP8
 and whose states and masters are kept in the formats named, against torch's AdamW in float32, which must be 0.3 % away
-at most (1 % for 4-bit states). The third compares FP8 products alone: O0 by a library and a recipe, and a format if
-another than "hybrid" (native/current/e5m2), 0.5 % away at most. The fourth adds what a GPU without FP8 falls back to:
-bfloat16 products and gradients, and 8-bit states that fp8stack or bitsandbytes steps. The fifth steps the baseline with
-the optimizers of other libraries, as `optimizer_step.py` makes them: over float32 weights, or bfloat16 ones where the
-optimizer keeps a master of its own or "/bf16" is asked for (torchao then rounds stochastically). No bound is set for
-them; those that are not installed are named, and left out. The fourth has run the baseline, hence no --levels.
+at most (1 % for 4-bit states). The third adds what a GPU without FP8 falls back to: bfloat16 products and gradients,
+and 8-bit states that fp8stack or bitsandbytes steps. The fourth steps the baseline with the optimizers of other
+libraries, as `optimizer_step.py` makes them: over float32 weights, or bfloat16 ones where the optimizer keeps a master
+of its own or "/bf16" is asked for (torchao then rounds stochastically). No bound is set for them; those that are not
+installed are named, and left out. The third has run the baseline, hence no --levels.
 
 Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
 with the curves, to `benchmarks/results/convergence.jsonl`; the table is of all that the file holds of this model, with
 as many steps, the same batch and learning rate, over the text of the last baseline, so seeds may be run in several
-calls; for the smaller model the picture is, too, once each level has all seeds. The last line of output is one JSON
-object with the result, and the exit status is 1 if any level's mean validation loss is further than 0.5 % from the
-baseline's, or a peer's run broke off.
+calls. The last line of output is one JSON object with the result, and the exit status is 1 if any level's mean
+validation loss is further than 0.5 % from the baseline's, or a peer's run broke off.
 
 The text is the source of the installed PyTorch, tens of megabytes, so that no run sees it twice by much. Batches are
 large because this model learns to copy from its context in one sudden transition, whose step is a matter of luck when
@@ -65,11 +61,9 @@ from gpt import ModelConfig
 from record import Record
 
 RESULTS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
-PICTURE = ROOT / "docs" / "assets" / "convergence.svg"
 TOLERANCE = 0.005
 PARITY = 0.003
 PARITY_4BIT = 0.01
-LIBRARIES = ("native", "te")  # what multiplies, in --recipes
 FALLBACK, PEER = "fallback", "peer"
 PEERS = {v.name: v for v in VARIANTS if not v.module.startswith(("fp8stack.", "torch."))}
 MODELS = {
@@ -101,7 +95,7 @@ def run(level: str, seed: int, options: argparse.Namespace) -> Record:
 
 
 def options_of(variant: str) -> tuple[str, dict[str, str]]:
-    """Return the level and the options of `initialize` that a level, optimizer formats or a recipe stand for."""
+    """Return the level and the options of `initialize` that a level, or optimizer formats, stand for."""
     first, _, rest = variant.partition("/")
     if not rest:  # the models are small: FP8 is what is compared, whether it is faster or not
         return variant, {} if variant == "baseline" else {"select": "all"}
@@ -109,11 +103,7 @@ def options_of(variant: str) -> tuple[str, dict[str, str]]:
         return "baseline", {}
     if first == FALLBACK:
         return "O2", {"compute": "bf16", "gradients": "keep", "optimizer_backend": rest}
-    if first not in LIBRARIES:
-        return "O2", {"compute": "bf16", "states": first, "master": rest}
-    recipe, _, fmt = rest.partition("/")
-    options = {"compute": first, "fp8_recipe": recipe, "fp8_format": fmt or "hybrid"}
-    return "O0", {**options, "select": "all"}
+    return "O2", {"compute": "bf16", "states": first, "master": rest}
 
 
 # --- optimizers of other libraries
@@ -183,7 +173,7 @@ def variants_of(options: argparse.Namespace) -> list[str]:
     """Return all that is to be run with each seed."""
     fallbacks = (f"{FALLBACK}/{backend}" for backend in options.fallbacks)
     peers = choose_peers(options.peers)
-    return [*options.levels, *options.formats, *options.recipes, *fallbacks, *peers]
+    return [*options.levels, *options.formats, *fallbacks, *peers]
 
 
 def run_all(options: argparse.Namespace) -> bool:
@@ -269,36 +259,6 @@ def summarize(
     return summary
 
 
-def draw(table: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    """Draw mean validation curves and, below, each seed's difference to the baseline."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fp8stack"
-    from matplotlib import pyplot
-
-    seeds = sorted(table["baseline"])
-    figure, (above, below) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(7, 6), height_ratios=(2, 1)
-    )
-    for level, color in zip(LEVELS, ("black", "tab:blue", "tab:orange", "tab:red"), strict=True):
-        curves = {s: [loss for _, loss in table[level][s]["validation"]] for s in seeds}
-        steps = [step for step, _ in table[level][seeds[0]]["validation"]]
-        mean = [statistics.mean(column) for column in zip(*curves.values(), strict=True)]
-        above.plot(steps, mean, color=color, marker=".", label=level)
-        for seed, curve in curves.items():
-            base = [loss for _, loss in table["baseline"][seed]["validation"]]
-            relative = [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)]
-            below.plot(steps, relative, color=color, linewidth=0.8)
-    below.axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color="0.92", zorder=0)
-    above.set(ylabel="validation loss, nats/byte", title=f"mean of seeds {seeds}")
-    below.set(xlabel="step", ylabel="difference to baseline, %", ylim=(-2, 2))
-    above.legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-
-
 def show(summary: dict[str, dict[str, Any]], width: int = 14) -> None:
     """Print a line for each variant: its mean, the mean difference and that of each seed."""
     width = max([width, *map(len, summary)])
@@ -330,14 +290,10 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     add("--formats", nargs="*", default=[], metavar="STATES/MASTER", help="e.g. 8bit/split24")
-    add("--recipes", nargs="*", default=[], metavar="LIBRARY/RECIPE[/FORMAT]", help="te/delayed")
     add("--fallbacks", nargs="*", default=[], choices=("fp8stack", "bitsandbytes"))
     add("--peers", nargs="*", default=[], metavar="NAME", help=f"globs of {', '.join(PEERS)}")
     add("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave as they are")
     add("--jobs", type=int, default=1, help="runs at a time on the one device")
-    add(
-        "--picture", type=Path, help="by default docs/assets/convergence.svg, of the 19m model only"
-    )
     options = parser.parse_args(arguments)
     broken = bool(options.seeds) and run_all(options)
     if not options.out.exists():
@@ -353,9 +309,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{alone} of {len(alike)} runs are left out: {why}", file=sys.stderr)
     table = tabulate(compared)
     summary = summarize(table)
-    picture = options.picture or (PICTURE if options.model == "19m" else None)
-    if picture and all(table.get(level, {}).keys() == table["baseline"].keys() for level in LEVELS):
-        draw(table, picture)
     show(summary)
     print(json.dumps(summary))
     off = any(is_off(v, row["difference"]) for v, row in summary.items())
@@ -391,7 +344,7 @@ def tolerance(variant: str) -> float:
         return TOLERANCE if variant in LEVELS else float("inf")
     if variant.startswith(f"{PEER}/"):
         return float("inf")
-    if variant.partition("/")[0] in (*LIBRARIES, FALLBACK):
+    if variant.partition("/")[0] == FALLBACK:
         return TOLERANCE
     return PARITY_4BIT if variant.startswith("4bit") else PARITY
 

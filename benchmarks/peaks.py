@@ -19,7 +19,7 @@ import memory
 import torch
 from models import MODELS, PLAIN, Config
 from record_tables import RESULTS, lines, read
-from training_tables import FLAGS
+from training_tables import ALL_IN_FP8, named
 
 from fp8stack.levels import recipe_for
 from fp8stack.planning import BASELINES, Precision, Setup, Shape, at_level, estimate
@@ -203,24 +203,23 @@ def _training() -> Iterator[Peak]:
     for record in read("training"):
         p, variant, compute = record["params"], record["variant"], record.get("compute")
         flags = p.get("flags", {})
-        title = next((t for t, own in FLAGS.items() if own == flags), "")
-        if not record["cc"] or (flags and not title):  # of a CPU; of options that are not read here
+        if not record["cc"] or flags not in (
+            {},
+            ALL_IN_FP8,
+        ):  # of a CPU; of options that are not read here
             continue
         shape = shape_of_gpt(asdict(replace(SIZES[p["model"]], vocab=VOCAB)), p["seq"])
         if shape.parameters != p["parameters"]:
             raise ValueError(
                 f"training.jsonl: {p['model']} has {p['parameters']:,} parameters there, {shape.parameters:,} here."
             )
-        # passes that the monitor samples fuse nothing, and so hold most
-        options = {name.replace("-", "_"): v for name, v in flags.items() if name != "fuse"}
         precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
-            Options(p["model"], opt_level=variant, compute=compute or "native", **options).recipe()
+            Options(p["model"], opt_level=variant, compute=compute or "native", **flags).recipe()
         )
         if _kept_codes(record, precision):
             continue
         micro = p.get("micro_batch", p["batch"])
         compiled = p.get("compile", False)
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"], compile=compiled)
-        name = f"training {p['model']} {variant}{' te' * (compute == 'te')}{title and f', {title}'}"
-        name += ", compiled" * compiled
+        name = f"training {p['model']} {named(record)}" + ", compiled" * compiled
         yield Peak(name, shape, _as_then(precision, record), setup, record["peak_gib"])

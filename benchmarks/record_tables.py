@@ -76,7 +76,7 @@ def table(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[st
 
 # --- losses
 
-SMALL, LARGE = 512, 896  # widths of the models of convergence.jsonl: 19 M and 126 M parameters
+LARGE = 896  # width of the model of convergence.jsonl, 126 M parameters
 
 
 def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, str]:
@@ -89,15 +89,6 @@ def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, 
     )
 
 
-@table("convergence")
-def convergence() -> list[str]:
-    found = by_seed("convergence", dim=SMALL)
-    base = found["baseline"]
-    rows = [("baseline", f"{statistics.mean(base.values()):.4f}", "", "")]
-    rows += [(level, *losses(found[level], base)) for level in ("O0", "O1", "O2")]
-    return lines(("", "mean", "difference to the baseline", "seed by seed"), rows)
-
-
 @table("optimizer-parity")
 def optimizer_parity() -> list[str]:
     found = by_seed("optimizer_parity")
@@ -107,26 +98,6 @@ def optimizer_parity() -> list[str]:
         rows.append((f'`"{states}"`, `"{master}"`', *losses(found[formats], found["baseline"])))
     heads = ("`states`, `master`", "mean", "difference to float32 AdamW", "seed by seed")
     return lines(heads, rows)
-
-
-PRODUCTS = {
-    '`"current"`': "native/current",
-    '`"delayed"`': "native/delayed",
-    '`"blockwise"`': "native/blockwise",
-    '`"current"`, `fp8_format="e5m2"`': "native/current/e5m2",
-    'TransformerEngine, `"current"`': "te/current",
-    'TransformerEngine, `"delayed"`': "te/delayed",
-    'TransformerEngine, `"blockwise"`': "te/blockwise",
-}
-
-
-@table("product-parity")
-def product_parity() -> list[str]:
-    found = by_seed("product_parity")
-    base = {0: found["baseline"][0]}  # one seed of each
-    rows = [("bfloat16", f"{base[0]:.4f}", "")]
-    rows += [(name, *losses(found[variant], base)[:2]) for name, variant in PRODUCTS.items()]
-    return lines(("products", "validation loss, nats a byte", "difference"), rows)
 
 
 WIRE = {"the hook": "hook", "`DataParallel`": "DataParallel"}

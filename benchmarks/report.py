@@ -2,6 +2,7 @@
 
     python benchmarks/report.py                          # benchmarks/results/*.jsonl -> runs/report.html
     python benchmarks/report.py --results my/ --out page.html
+    python benchmarks/report.py --picture run-gpt2 --out docs/assets/long-runs.svg
 
 A section is a picture of one file of records: memory, loss, step time over bytes, bandwidth over size, the roofline of
 products, whole steps, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
@@ -30,8 +31,8 @@ import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
 from paired_runs import beside_baseline
-from record_tables import SMALL, by_variant
-from training_tables import LONG_RUNS, comparable_runs, last_steps
+from record_tables import by_variant
+from training_tables import LONG_RUNS, comparable, last_steps, named
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -75,6 +76,11 @@ def with_baseline(records: Iterable[Record], params: Record) -> list[Record]:
     return beside_baseline(r for r in records if params.items() <= r["params"].items())
 
 
+def plain_runs(records: Iterable[Record], model: str) -> list[Record]:
+    """Return a model's long runs without flags of the application."""
+    return [r for r in comparable(records, model) if named(r) == r["variant"]]
+
+
 def last_pairs(records: Iterable[Record]) -> list[Record]:
     """Return the last record of every variant of every model."""
     return list({(r["params"]["model"], r["variant"]): r for r in records}.values())
@@ -83,9 +89,7 @@ def last_pairs(records: Iterable[Record]) -> list[Record]:
 SECTIONS = [
     Section(
         "memory", "Bytes a parameter", "What stays on the GPU between steps, counted on live tensors: weights, "
-        "gradients, masters and optimizer states of each level.", "convergence.jsonl",
-        lambda rows: [r for r in latest(rows, seed=0, dim=SMALL) if r["variant"] in pictures.LEVELS]
-        or last_of_each(rows, seed=0, dim=SMALL), pictures.draw_levels,
+        "gradients, masters and optimizer states of each level.", "demo.jsonl", last_of_each, pictures.draw_levels,
     ),
     Section(
         "largest", "The largest model on one GPU", "Found by training: each bar is a model that took three steps, and "
@@ -93,13 +97,9 @@ SECTIONS = [
         lambda rows: [r for r in last_of_each(rows, model="largest", gib=None) if r["value"]], pictures.draw_largest,
     ),
     Section(
-        "loss", "Loss", "Validation loss of every level, the mean of seeds, and how far each seed is off its "
-        "baseline. The grey band is half a percent.", "convergence.jsonl",
-        partial(with_baseline, params={"dim": SMALL}), pictures.draw_losses,
-    ),
-    Section(
-        "peers", "Loss beside other libraries' optimizers", "The same of a larger model, with what GPUs without FP8 "
-        "fall back to, and with the baseline stepped by other libraries.", "convergence.jsonl",
+        "peers", "Loss beside other libraries' optimizers", "Validation loss with what GPUs without FP8 fall back to, "
+        "and with the baseline stepped by other libraries; and how far each seed is off, beside half a percent.",
+        "convergence.jsonl",
         partial(with_baseline, params=peer_tables.RECIPE), pictures.draw_losses,
     ),
     Section(
@@ -127,7 +127,7 @@ SECTIONS = [
         Section(
             f"run-{model}", f"Long runs: {title}", "Validation loss of the training application at every level, and "
             'how far it is off that of bf16; "bf16 again" is off by the order of its sums alone.', "training.jsonl",
-            partial(comparable_runs, model=model), pictures.draw_losses,
+            partial(plain_runs, model=model), pictures.draw_losses,
         )
         for model, title in LONG_RUNS.items()
     ),
@@ -164,14 +164,19 @@ SECTIONS = [
 # --- the page
 
 
-def picture(section: Section, rows: list[Record]) -> str:
-    """Return the section's picture as an SVG within a page."""
+def drawn(section: Section, rows: list[Record]) -> bytes:
+    """Return the section's picture as an SVG."""
     matplotlib.rcParams.update({"svg.hashsalt": "fp8stack"})
     figure = Figure(layout="constrained")
     section.draw(figure, rows)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    data = base64.b64encode(drawn.getvalue()).decode()
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def picture(section: Section, rows: list[Record]) -> str:
+    """Return the section's picture within a page."""
+    data = base64.b64encode(drawn(section, rows)).decode()
     return f'<img alt="{html.escape(section.title)}" src="data:image/svg+xml;base64,{data}">'
 
 
@@ -223,8 +228,8 @@ def make_page(results: Path) -> str:
             f"{results} holds none of {', '.join(dict.fromkeys(s.file for s in SECTIONS))}."
         )
     left = f"<p>Not recorded yet: {html.escape('; '.join(missing))}.</p>" if missing else ""
-    drawn = {section.file for section in SECTIONS}
-    if bare := sorted(path.name for path in results.glob("*.jsonl") if path.name not in drawn):
+    shown = {section.file for section in SECTIONS}
+    if bare := sorted(path.name for path in results.glob("*.jsonl") if path.name not in shown):
         left += f"<p>Records without a picture here: {html.escape(', '.join(bare))}.</p>"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>fp8stack: what was measured</title>'
@@ -238,11 +243,17 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--results", type=Path, default=RESULTS, help="folder of records")
     add("--out", type=Path, default=Path("runs/report.html"))
+    keys = {section.key: section for section in SECTIONS}
+    add("--picture", choices=keys, metavar="KEY", help="write this section's alone, as an SVG")
     options = parser.parse_args(arguments)
     try:
-        page = make_page(options.results)
+        if options.picture:
+            section = keys[options.picture]
+            page = drawn(section, section.choose(read(options.results / section.file)))
+        else:
+            page = make_page(options.results).encode()
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page)
+        options.out.write_bytes(page)
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

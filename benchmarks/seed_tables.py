@@ -11,25 +11,15 @@ from statistics import fmean, stdev
 
 from intervals import extra_steps, over_seeds, over_text
 from record_tables import RESULTS, Record, lines, percent, read
-from training_tables import BASE, LONG_RUNS, SETTINGS
+from training_tables import BASE, LONG_RUNS, Runs, comparable, named
 
 MODES = {"bf16": "value", "FP8": "value_fp8"}  # of an evaluation, and where its loss is
-Runs = dict[str, dict[int, Record]]  # the last record of each variant and seed
 
 
 def within(value: tuple[float, float | None]) -> str:
     """Return a mean and its interval, of fractions, in percent."""
     mean, half = value
     return percent(mean) + ("" if half is None else f" ± {100 * half:.2f}") + " %"
-
-
-def named(record: Record) -> str:
-    """Return what tells a level's runs from others of the level."""
-    flags = record["params"].get("flags") or {}
-    made_by = {"TransformerEngine"} if record.get("compute") == "te" else set()
-    return ", ".join(
-        [record["variant"], *sorted(made_by), *(f"`{k}={v}`" for k, v in flags.items())]
-    )
 
 
 def by_name(records: Iterable[Record]) -> Runs:
@@ -39,21 +29,16 @@ def by_name(records: Iterable[Record]) -> Runs:
     return found
 
 
-def comparable(records: Iterable[Record], model: str) -> Runs:
-    """Return the deterministic runs of a model with the settings of its last one in bf16; {} without one in bf16."""
-    own = [r for r in records if r["params"].get("deterministic") and r["params"]["model"] == model]
-    settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
-    base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
-    return by_name(r for s, r in zip(settings, own, strict=True) if s in base[-1:])
-
-
 def crossed(records: list[Record]) -> list[str]:
-    """Return a row for each precision of training: losses evaluated both ways, and how far off bf16 of that seed."""
+    """Return a row for each precision of training: losses evaluated both ways, and how far off bf16 of that seed.
+
+    The last column is half the 95 % interval of that over pieces of the text, of the seeds that have them.
+    """
     rows: list[tuple[str, ...]] = []
     for model, title in LONG_RUNS.items():
-        found = comparable(records, model)
+        found = by_name(comparable(records, model))
         base = found.get(BASE, {})
-        for name, runs in sorted(found.items(), key=lambda item: (item[0] != BASE, "," in item[0])):
+        for name, runs in found.items():
             seeds = sorted(runs.keys() & base.keys())
             if not seeds:
                 continue
@@ -64,8 +49,11 @@ def crossed(records: list[Record]) -> list[str]:
                 gaps = [own / other - 1 for own, other in zip(means[mode], theirs, strict=True)]
                 is_base = name == BASE and mode == "bf16"
                 cells += [f"{fmean(means[mode]):.4f}", "" if is_base else within(over_seeds(gaps))]
-            texts = [text_noise(runs[s], base[s], mode) for s in seeds for mode in MODES]
-            cells.append(f"{100 * max(texts):.2f} %")
+            pairs = [
+                (runs[s], base[s]) for s in seeds if "losses" in runs[s] and "losses" in base[s]
+            ]
+            texts = [text_noise(*pair, mode) for pair in pairs for mode in MODES]
+            cells.append(f"{100 * max(texts):.2f} %" if texts else "")
             rows.append(tuple(cells))
         if len(base) > 1:
             losses = [r["value"] for r in base.values()]
@@ -97,9 +85,9 @@ def steps_to_loss(records: list[Record]) -> list[str]:
     """Return by how much more steps a level took to a validation loss that bf16 of the same seed has reached too."""
     rows = []
     for model, title in LONG_RUNS.items():
-        found = comparable(records, model)
+        found = by_name(comparable(records, model))
         base = found.get(BASE, {})
-        for name, runs in sorted(found.items(), key=lambda item: "," in item[0]):
+        for name, runs in found.items():
             seeds = sorted(runs.keys() & base.keys())
             if name == BASE or not seeds:
                 continue
@@ -141,6 +129,9 @@ def fine_tuning(records: list[Record]) -> list[str]:
 TABLES = {}
 if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
     TABLES["crossed"] = lambda: crossed(read("crossed"))
+    TABLES["crossed-short"] = lambda: crossed(
+        [r for r in read("crossed", model="gpt2") if not r["params"].get("flags")]
+    )
     TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
 if (RESULTS / "fine_tuning.jsonl").exists():
     TABLES["fine-tuning"] = lambda: fine_tuning(read("fine_tuning", model="smollm2-135m"))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from record_tables import RESULTS, Record, by_variant, lines, paired, percent, read, runs_by_seed
 
@@ -195,30 +193,10 @@ def attention() -> list[str]:
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
-ONE_ORDER = {"deterministic": True}
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
-# titles and settings of runs that are shown beside those, never in their place
-BESIDE: dict[str, dict[str, dict[str, Any]]] = {
-    "gpt2": {
-        "at 6e-4": {"lr": 6e-4, "data": "python-17m"},
-        "at 6e-4 on another text": {"lr": 6e-4, "data": "python-tts"},
-        "on 105 M tokens, compiled, `--deterministic`": ONE_ORDER,
-    },
-    "llama-1b": {
-        "on another text": {"data": "python-16m"},
-        "at 3e-4": {"lr": 3e-4, "data": "python-tts2"},
-    },
-}
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data", "deterministic", "compile")
-DELAYED = {"fp8-recipe": "delayed"}
-FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain ones
-    "head in bf16": {"skip": ["head"]},
-    "delayed": DELAYED,
-    "delayed, history of 16": {**DELAYED, "amax-history-len": 16},
-    "fused, delayed": {**DELAYED, "fuse": True},
-    "32-bit states": {"optimizer-bits": 32},
-    "all in FP8": {"select": "all"},
-}
+ALL_IN_FP8 = {"select": "all"}  # flags that have a name
+Runs = dict[str, dict[int, Record]]  # of each variant and seed
 
 
 class Summary(NamedTuple):
@@ -248,14 +226,15 @@ def summarize(rows: list[Record]) -> list[Summary]:
     rows = [r for r in rows if not seeds or r["params"]["seed"] in seeds]
     base = [r for r in rows if r["variant"] == BASE]
     found, base_losses = [], losses_by_seed(base)
-    for variant in dict.fromkeys(r["variant"] for r in rows):
-        own = [r for r in rows if r["variant"] == variant]
+    for variant in dict.fromkeys(map(named, rows)):
+        own = [r for r in rows if named(r) == variant]
         losses = losses_by_seed(own)
         compared = {s: x for s, x in losses.items() if s in base_losses}
         gaps = [] if variant == BASE else paired(compared, base_losses)
         pairs = [(r, b) for r in own for b in base if r["params"]["seed"] == b["params"]["seed"]]
         alike = [] if variant == AGAIN else pairs
-        paced = [(r, b) for r, b in alike if r.get("git") == b.get("git")]  # of one day's code
+        # of one day's code, on one kind of GPU
+        paced = [(r, b) for r, b in alike if all(r.get(k) == b.get(k) for k in ("git", "gpu"))]
         peak, planned = max(r["peak_gib"] for r in own), own[-1]["estimate_gib"]
         found.append(Summary(
             variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,
@@ -276,58 +255,32 @@ def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
     return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
 
 
-def titled(record: Record) -> str:
-    """Return the title in `BESIDE` that a run is shown under; "": none."""
-    found = BESIDE.get(record["params"]["model"], {}).items()
-    return next((t for t, own in found if own.items() <= record["params"].items()), "")
+def named(record: Record) -> str:
+    """Return what tells a variant's runs from others of a level: flags of the application, another library."""
+    flags = record["params"].get("flags") or {}
+    own = ["all in FP8"] if flags == ALL_IN_FP8 else [f"`{k}={v}`" for k, v in flags.items()]
+    made_by = ["TransformerEngine"] if record.get("compute") == "te" else []
+    return ", ".join([record["variant"], *made_by, *own])
 
 
-def comparable_runs(
-    records: Iterable[Record],
-    model: str,
-    flags: dict[str, Any] | None = None,
-    beside: str = "",
-    compute: str = "native",
-) -> list[Record]:
-    """Return the records with the settings that the model's last bf16 run has, of all commits and repeated runs.
-
-    Of levels, those with these products and flags of the application; of all, those with the settings of that title in
-    `BESIDE`, or with none of these. Empty without bf16.
-    """
-    own = [r for r in records if r["params"]["model"] == model and titled(r) == beside]
-    own = [
-        r
-        for r in own
-        if r["variant"] in (BASE, AGAIN)
-        or (r["compute"], r["params"].get("flags")) == (compute, flags)
-    ]
+def comparable(records: Iterable[Record], model: str) -> list[Record]:
+    """Return the runs of a model with the settings of its last one in bf16, plain levels first. Empty without bf16."""
+    own = [r for r in records if r["params"]["model"] == model]
     settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
     base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
-    return [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
+    alike = [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
+    order = (BASE, AGAIN, "O0", "O1", "O2")
+    return sorted(alike, key=lambda r: (named(r) != r["variant"], order.index(r["variant"])))
 
 
 def training(records: list[Record]) -> list[str]:
-    rows = []
-    for model, title in LONG_RUNS.items():
-        for beside in ("", *BESIDE[model]):
-            runs = partial(comparable_runs, records, model, beside=beside)
-            rows += long_runs(f"{title} {beside}".strip(), runs)
+    rows = [
+        (f"{title}, {s.variant}", *training_cells(s))
+        for model, title in LONG_RUNS.items()
+        for s in summarize(comparable(records, model))
+    ]
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
-
-
-def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, ...]]:
-    """Return a row for each level, then for those with flags of their own or TransformerEngine's products."""
-    found = {s.variant: s for s in summarize(runs())}
-    names = (BASE, AGAIN, "O0", "O1", "O2")
-    rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
-    others = {name: runs(flags=flags) for name, flags in FLAGS.items()}
-    others["TransformerEngine"] = runs(compute="te")
-    for name, records in others.items():
-        for s in summarize(records):
-            if s.variant not in (BASE, AGAIN):
-                rows.append((f"{title}, {s.variant}, {name}", *training_cells(s)))
-    return rows
 
 
 def training_cells(s: Summary) -> tuple[str, ...]:
@@ -340,25 +293,6 @@ def training_cells(s: Summary) -> tuple[str, ...]:
         f"{s.loss:.4f}", gap and f"{gap} %", count, f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
         ratios[1], off,
     )  # fmt: skip
-
-
-def repeats(records: list[Record]) -> list[str]:
-    """Return how far runs end apart that are the same in all: code, settings, seed and GPU."""
-    found: dict[str, list[Record]] = {}
-    for r in records:
-        same = [r[name] for name in ("variant", "compute", "git", "gpu", "params")]
-        found.setdefault(json.dumps(same, sort_keys=True), []).append(r)
-    rows = []
-    for runs in found.values():
-        if len(runs) < 2:
-            continue
-        losses, p = [r["value"] for r in runs], runs[0]["params"]
-        title, mean = f"{LONG_RUNS[p['model']]} {titled(runs[0])}".strip(), fmean(losses)
-        name = f"{title}, {runs[0]['variant']}, seed {p['seed']}"
-        ends = ", ".join(f"{loss:.4f}" for loss in losses)
-        apart, deviation = (max(losses) - min(losses)) / mean, stdev(losses) / mean
-        rows.append((name, ends, f"{100 * apart:.2f} %", f"{100 * deviation:.2f} %"))
-    return lines(("the same run", "loss", "apart", "standard deviation"), rows)
 
 
 def resumed(records: list[Record]) -> list[str]:
@@ -394,4 +328,3 @@ if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is 
     TABLES["gradients"] = gradients
 if (RESULTS / "training.jsonl").exists():
     TABLES["training"] = lambda: training(read("training"))
-    TABLES["repeats"] = lambda: repeats(read("training"))
