@@ -93,11 +93,7 @@ _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=4, **UNFUSED)
 
 
 def cast_1x128(
-    x: Tensor,
-    fmt: MiniFloat,
-    codes: bool = True,
-    transposed: bool = True,
-    squares_t: bool = False,
+    x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True, squares_t: bool = False
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for 128 of a column or, `squares_t`, a square."""
     return _cast(_launch_1x128, x, fmt, codes, transposed, False, squares_t)
@@ -130,13 +126,10 @@ def matmul_blocks(
     """Return (a × a_scale) @ (b × b_scale).T."""
     if not a.numel() or not b.numel():
         return reference.matmul_blocks(a, a_scale, b, b_scale, dtype)
-    kinds = torch.nn.functional.ScalingType
-    a_kind, b_kind = (
-        kinds.BlockWise128x128 if reference.in_squares(*operand) else kinds.BlockWise1x128
-        for operand in ((a, a_scale), (b, b_scale))
-    )
+    scaling, in_squares = torch.nn.functional.ScalingType, reference.in_squares
+    kinds = scaling.BlockWise1x128, scaling.BlockWise128x128
     result: Tensor = torch.nn.functional.scaled_mm(
-        a, b.t(), a_scale, a_kind, b_scale, b_kind,
+        a, b.t(), a_scale, kinds[in_squares(a, a_scale)], b_scale, kinds[in_squares(b, b_scale)],
         output_dtype=dtype if dtype is torch.bfloat16 else torch.float32,  # all that there is
     )  # fmt: skip
     return result.to(dtype)

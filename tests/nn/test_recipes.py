@@ -50,10 +50,7 @@ def test_blocks_keep_what_outliers_push_out_of_range(device):
 def test_a_weights_gradient_is_a_product_by_the_input_in_squares(kind, device):
     """In forward and in the input's gradient it is the weight that has squares."""
     layer = native(nn.Sequential(kind(256, 384)), device, fp8_recipe="blockwise")
-    x, g = (
-        torch.randn(640, n, device=device) * 2.0 ** torch.randn(n, device=device)
-        for n in (256, 384)
-    )
+    x, g = (torch.randn(640, n, device=device) for n in (256, 384))
     turned = kind is conv1d
     _, dx, dw, _ = results(layer, x, g)
     w = ops.cast_128x128(layer[0].weight.detach(), E4M3)[0 if turned else 2 :][:2]
