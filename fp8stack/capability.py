@@ -161,12 +161,11 @@ def _multiplies_blocks(device: torch.device) -> bool:
     """Multiply ones of 128×128 with block scales of 2."""
     kinds = torch.nn.functional.ScalingType
     ones = torch.ones(128, 128, device=device).to(E4M3.dtype)
-    rows, square = torch.full((1, 128), 2.0, device=device), torch.full((1, 4), 2.0, device=device)
+    rows = torch.full((1, 128), 2.0, device=device).t(), kinds.BlockWise1x128
+    square = torch.full((1, 4), 2.0, device=device).t(), kinds.BlockWise128x128
     products = (
-        torch.nn.functional.scaled_mm(
-            ones, ones.t(), rows.t(), kinds.BlockWise1x128, scale.t(), kind
-        )
-        for scale, kind in ((rows, kinds.BlockWise1x128), (square, kinds.BlockWise128x128))
+        torch.nn.functional.scaled_mm(ones, ones.t(), *a, *b)
+        for a, b in ((rows, square), (square, rows))
     )
     return all(bool((product == 512).all()) for product in products)
 

@@ -85,8 +85,9 @@ class Recipe:
     fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "tokenwise": in forward, that of
         each token of an activation; all else as "current". "rowwise": that of each row of an operand as the product
         reads it. "delayed": that of the tensor's last `amax_history_len` casts, one a micro-batch. "blockwise": one for
-        each 1×128 of activations and gradients and 128×128 of weights, E4M3 throughout. "mxfp8", "nvfp4":
-        TransformerEngine's, on Blackwell. "auto": "tokenwise" where native layers multiply so, else "current".
+        each 1×128 of activations and gradients and 128×128 of weights, and of activations in the products that give
+        weights' gradients, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell. "auto": "tokenwise"
+        where native layers multiply so, else "current".
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
     amax_history_len, amax_compute_algo: of "delayed": how many casts count, and whether by their "max" or
         "most_recent".

@@ -39,8 +39,9 @@ def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 def _cast_1x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+    SQUARES_T: tl.constexpr,
 ):  # fmt: skip
-    across = cols_padded // 128
+    across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
     x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
@@ -52,11 +53,15 @@ def _cast_1x128_kernel(
         c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
         transpose_tiles.store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
     if TRANSPOSED:
-        scale, inverse = scale_and_inverse(
-            tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0), MANTISSA
-        )
-        tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
-        c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
+        bits = tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0)
+        if SQUARES_T:
+            scale, inverse = scale_and_inverse(tl.max(bits, axis=0), MANTISSA)
+            tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
+        else:
+            scale, inverse = scale_and_inverse(bits, MANTISSA)
+            tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
+            inverse = inverse[None, :]
+        c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
         transpose_tiles.store_columns(
             c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
         )
@@ -87,9 +92,11 @@ _launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, **UNFUSED)
 _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=4, **UNFUSED)
 
 
-def cast_1x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
-    """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
-    return _cast(_launch_1x128, x, fmt, codes, transposed, False)
+def cast_1x128(
+    x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True, squares_t: bool = False
+) -> Codes:
+    """Quantize with a scale for each 128 elements of a row, and again for 128 of a column or, `squares_t`, a square."""
+    return _cast(_launch_1x128, x, fmt, codes, transposed, False, squares_t)
 
 
 def cast_128x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
@@ -98,31 +105,31 @@ def cast_128x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool
 
 
 def _cast(
-    launch: Launcher, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, squares: bool
-) -> Codes:
+    launch: Launcher, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, squares: bool, *squares_t: bool
+) -> Codes:  # fmt: skip
     x = x if x.is_contiguous() else x.detach().contiguous()
-    results = reference.results(x, fmt, squares, codes, transposed)
+    results = reference.results(x, fmt, squares, codes, transposed, *squares_t)
     if x.numel():
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
         down, across = aligned(rows, BLOCK), aligned(cols, BLOCK)
         launch(
             (down // BLOCK * (across // BLOCK), 1, 1),
             x, *results, rows, cols, down, across, fmt.mantissa_bits, casts_in_hardware(x.device),
-            codes, transposed, rows == down and cols == across,
+            codes, transposed, rows == down and cols == across, *squares_t,
         )  # fmt: skip
     return results
 
 
 def matmul_blocks(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, squares: bool, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return (a × a_scale) @ (b × b_scale).T."""
     if not a.numel() or not b.numel():
-        return reference.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
-    kinds = torch.nn.functional.ScalingType
+        return reference.matmul_blocks(a, a_scale, b, b_scale, dtype)
+    scaling, in_squares = torch.nn.functional.ScalingType, reference.in_squares
+    kinds = scaling.BlockWise1x128, scaling.BlockWise128x128
     result: Tensor = torch.nn.functional.scaled_mm(
-        a, b.t(), a_scale, kinds.BlockWise1x128, b_scale,
-        kinds.BlockWise128x128 if squares else kinds.BlockWise1x128,
+        a, b.t(), a_scale, kinds[in_squares(a, a_scale)], b_scale, kinds[in_squares(b, b_scale)],
         output_dtype=dtype if dtype is torch.bfloat16 else torch.float32,  # all that there is
     )  # fmt: skip
     return result.to(dtype)

@@ -333,7 +333,8 @@ def recast_with(
 
 
 cast_1x128 = _operator(
-    "cast_1x128(Tensor x, str fmt, bool codes=True, bool transposed=True) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cast_1x128(Tensor x, str fmt, bool codes=True, bool transposed=True, bool squares_t=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_1x128,
     lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], False, *layouts),
 )
@@ -343,9 +344,9 @@ cast_128x128 = _operator(
     lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], True, *layouts),
 )
 matmul_blocks = _operator(
-    "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",
+    "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",
     blocks.matmul_blocks,
-    lambda a, a_scale, b, b_scale, squares, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
+    lambda a, a_scale, b, b_scale, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
 )
 cast_rows = _operator(
     "cast_rows(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)",

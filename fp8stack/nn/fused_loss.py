@@ -251,7 +251,6 @@ class _Fp8Head(_Head):
 
     def prepare(self) -> None:
         options, codes, scale = self.options, None, None
-        self.squares = options.fp8_recipe == "blockwise"
         if {"forward", "dgrad"}.intersection(options.in_bf16.split()):
             super().prepare()
         if "forward" not in options.in_bf16:
@@ -269,7 +268,7 @@ class _Fp8Head(_Head):
             return super().logits(x)
         self.x = x.to(self.dtype) if "wgrad" in in_bf16 else x
         pair = self.x8.codes, self.x8.scale, self.w8.codes, self.w8.scale
-        y = linear.product(*pair, self.dtype, self.options.fast, None, self.squares)
+        y = linear.product(*pair, self.dtype, self.options.fast)
         y = linear.crop(y, (len(x), self.weight.shape[int(self.options.turned)]))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -285,7 +284,7 @@ class _Fp8Head(_Head):
             return super().gradient_of_x(g)
         assert self.dx is not None
         pair = self.g8.codes, self.g8.scale, *self.back
-        dx = linear.product(*pair, self.dx.dtype, squares=self.squares)
+        dx = linear.product(*pair, self.dx.dtype)
         return linear.crop(dx, (len(g), self.dx.shape[1]))
 
     def add_gradient_of_weight(self, g: Tensor) -> None:

@@ -181,8 +181,7 @@ class _Fp8Matmul(torch.autograd.Function):
         size = weight.shape[1] if options.turned else weight.shape[0]
         # The product can add the bias where it has one scale a tensor and no padding.
         added = bias if size % ALIGNMENT == 0 and x_scale.ndim == 0 else None
-        squares = options.fp8_recipe == "blockwise"
-        y = product(x_codes, x_scale, w_codes, w_scale, dtype, options.fast, added, squares)
+        y = product(x_codes, x_scale, w_codes, w_scale, dtype, options.fast, added)
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or bias is added else y + bias.to(dtype)
 
@@ -226,8 +225,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_x:
         if x_in_fp8:
             w_codes, w_scale = casts.weight_for_backward(weight, w_codes, w_scale, options)
-            squares = options.fp8_recipe == "blockwise"
-            dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
+            dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype)
             dx = crop(dx, ctx.x_shape)
         else:
             w = values_of(weight)
@@ -258,20 +256,19 @@ _apply: Any = super(torch.autograd.Function, _Fp8Matmul).apply
 
 def product(
     a: Tensor,  # FP8 codes [m, k], contiguous
-    a_scale: Tensor,  # float32, 0-d, [m], or [m, k / 128]
+    a_scale: Tensor,  # float32, 0-d, [m], or [m, k / 128], or of squares
     b: Tensor,  # FP8 codes [n, k], contiguous
     b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
     fast: bool = False,  # sum with fewer bits, where the GPU has a way to
     bias: Tensor | None = None,  # [n]; None with scales of blocks
-    squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
     if not a.is_cuda and torch.is_autocast_enabled("cpu"):  # which rounds what a CPU adds up
         with torch.autocast("cpu", enabled=False):
-            return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
+            return product(a, a_scale, b, b_scale, dtype, fast, bias)
     if a_scale.ndim == 2:
-        return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+        return ops.matmul_blocks(a, a_scale, b, b_scale, dtype)
     if a_scale.ndim == 1:
         y: Tensor = ops.matmul_rows(a, a_scale, b, b_scale, dtype, fast)
     elif not a.is_cuda:

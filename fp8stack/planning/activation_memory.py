@@ -78,8 +78,8 @@ def activations(
     r = 2 if sharded_bf16 else precision.weights.itemsize
     c = 2 if precision.autocast or sharded_bf16 else r
     blockwise = precision.recipe is not None and precision.recipe.fp8_recipe == "blockwise"
-    code = 1 + 4 / BLOCK * blockwise
     te = precision.recipe is not None and precision.recipe.compute == "te"
+    code = 1 + 4 / (BLOCK if te else BLOCK * BLOCK) * blockwise
 
     def inputs(width: int, *layers: str, kept: bool = False) -> float:
         """Return bytes of an input of `layers`, which another operation has kept already or not."""

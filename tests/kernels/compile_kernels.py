@@ -181,6 +181,12 @@ def matrix_cases():
         }  # fmt: skip
 
 
+def blocks_cases():
+    for squares in (False, True):
+        for label, pointers, constants in matrix_cases():
+            yield label + ", squares" * squares, pointers, constants | {"SQUARES_T": squares}
+
+
 def activation_cases():
     for label, pointers, constants in matrix_cases():
         for activation in ("gelu", "gelu_tanh", "relu"):
@@ -316,7 +322,8 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
 }  # fmt: skip
 for cases, kernels in {
     gradient_cases: "largest squares", quantize_cases: "quantize_blocks dequantize_blocks",
-    matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
+    matrix_cases: "cast_tiles recast_tiles refit cast_128x128 cast_delayed",
+    blocks_cases: "cast_1x128",
     parts_cases: "parts seed activation_parts",
     expert_cases: "expert_parts expert_cast", wire_cases: "pack reduce unpack",
     rmsnorm_cases: "rmsnorm rmsnorm_backward", by_row_cases: "cast_rows activation_rows",

@@ -4,6 +4,7 @@ In Triton's interpreter on a CPU, compiled on a GPU. Delayed scaling is in `test
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,6 +58,9 @@ KERNELS = RECASTS | {
     "cast": (triton_cast.cast, reference_cast.cast),
     "cast_rows": (by_rows(triton_rows), by_rows(reference_rows)),
     "cast_1x128": (triton_blocks.cast_1x128, reference_blocks.cast_1x128),
+    "cast_1x128, squares": tuple(
+        partial(k.cast_1x128, squares_t=True) for k in (triton_blocks, reference_blocks)
+    ),
     "cast_128x128": (triton_blocks.cast_128x128, reference_blocks.cast_128x128),
 }
 ALL = pytest.mark.parametrize("kernel", KERNELS)
@@ -164,7 +168,7 @@ def test_a_layout_that_was_not_asked_for_is_empty(kernel, fmt, kernel_device):
             assert_same_bits(cast(x, fmt, *wanted), results)
 
 
-@pytest.mark.parametrize("kernel", ["cast_1x128", "cast_128x128"])
+@pytest.mark.parametrize("kernel", ["cast_1x128", "cast_1x128, squares", "cast_128x128"])
 @pytest.mark.parametrize("shape", [(20, 140), (128, 512)], ids=str)
 def test_a_layout_of_blocks_that_was_not_asked_for_is_empty(kernel, shape, kernel_device):
     for cast, device in zip(KERNELS[kernel], (kernel_device, "cpu"), strict=True):
@@ -234,17 +238,56 @@ def test_a_cast_by_squares_is_that_of_each_square(fmt, shape, device):
             assert_same_bits(scale[c, r], expected_scale)
 
 
-@pytest.mark.parametrize("squares", [True, False], ids=["weight", "gradient"])
+@OCP
+@pytest.mark.parametrize("shape", [(1, 1), (130, 260), (2, 3, 40), (600, 40), (0, 4)], ids=str)
+def test_a_cast_with_a_transpose_in_squares_is_one_layout_of_each_other_cast(fmt, shape, device):
+    x = torch.randn(shape, device=device)
+    found = ops.cast_1x128(x, fmt, squares_t=True)
+    by_row, squares = ops.cast_1x128(x, fmt), ops.cast_128x128(x.reshape(-1, shape[-1]), fmt)
+    assert_same_bits(found, (*by_row[:2], *squares[2:]))
+    assert found[3].stride() == squares[3].stride()
+
+
+def test_the_error_of_squares_is_a_little_above_that_of_rows():
+    """Of a weight's gradient, with columns and rows of outliers, and gradients of tokens of all sizes."""
+    x = torch.randn(2048, 512)
+    x[:, ::200] *= 50
+    x[::400] *= 50
+    g = torch.randn(2048, 256) * torch.exp(2 * torch.randn(2048, 1))
+    a, found = reference_blocks.cast_1x128(g, E4M3, False)[2:], []
+    for squares in (False, True):
+        b = reference_blocks.cast_1x128(x, E4M3, False, True, squares)[2:]
+        dw = reference_blocks.matmul_blocks(*a, *b, torch.float32)
+        exact = g.double().t() @ x.double()
+        found.append(float((dw - exact).norm() / exact.norm()))
+    assert 0.02 < found[0] < found[1] * 1.02
+    assert found[1] < found[0] * 1.15
+
+
+def test_shapes_tell_scales_of_rows_from_those_of_squares():
+    """Also where both have as many rows: 128 × 128 blocks, of one square each."""
+    sizes = [128, 256, 384, 512, 640, 2**14, 2**15, 2**16]
+    for rows in sizes:
+        for cols in sizes:
+            x = torch.empty(rows, cols, device="meta")
+            for squares in (False, True):
+                codes, scale, codes_t, scale_t = reference_blocks.results(x, E4M3, squares)
+                assert reference_blocks.in_squares(codes, scale) is squares
+                assert reference_blocks.in_squares(codes_t, scale_t) is squares
+
+
+@pytest.mark.parametrize("squares", ["b", "a", "neither"], ids=["weight", "input", "neither"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_product_of_blocks_is_that_of_their_values(squares, dtype, device):
     if device == "cuda" and not native_recipe("blockwise", "cuda"):
         pytest.skip("cuBLAS has no block scales on this GPU")
     x = torch.randn(130, 300) * torch.logspace(-3, 3, 300)
     w = torch.randn(520, 300) * torch.logspace(2, -2, 520)[:, None]
-    a, a_scale = ops.cast_1x128(x.to(device), E4M3)[:2]
-    cast = ops.cast_128x128 if squares else ops.cast_1x128
-    b, b_scale = cast(w.to(device), E4M3)[:2]
-    y = ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+    a, b = (
+        (ops.cast_128x128 if squares == name else ops.cast_1x128)(t.to(device), E4M3)[:2]
+        for name, t in (("a", x), ("b", w))
+    )
+    y = ops.matmul_blocks(*a, *b, dtype)
     assert y.shape == (256, 640)
     assert y.dtype is dtype
     y = y[:130, :520].cpu().double()
@@ -278,7 +321,7 @@ def test_matrices_cast_as_in_the_reference(
     assert_casts_as_reference(kernel, torch.randn(x.shape).to(dtype), fmt, kernel_device)
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "cast_1x128"])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "1x128" not in k])
 def test_no_rows(kernel, kernel_device):
     for fmt in (E4M3, E5M2):
         assert_casts_as_reference(kernel, torch.empty(0, 40), fmt, kernel_device)
@@ -325,6 +368,8 @@ def test_one_value_that_is_not_finite_makes_its_scale_nan(
         r, c = position
         first, second = (c // 128, r // 128) if kernel == "cast_128x128" else (r, c // 128)
         assert results[1].isnan().nonzero().tolist() == [[first, second]]
+        first, second = (r // 128, c // 128) if kernel != "cast_1x128" else (c, r // 128)
+        assert results[3].isnan().nonzero().tolist() == [[first, second]]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_refit_kernel", "e4m3, bf16"): (28.5, 17),
     ("_refit_kernel", "e5m2, fp32, any size"): (30.5, 19),
     ("_cast_1x128_kernel", "e4m3, bf16"): (55.5, 26),
+    ("_cast_1x128_kernel", "e4m3, bf16, squares"): (39.2, 18.5),
     ("_cast_128x128_kernel", "e4m3, bf16"): (23.5, 11),
     ("_cast_delayed_kernel", "e4m3, bf16"): (30, 12.9),
     ("_cast_rows_kernel", "bf16"): (30, 13),
@@ -172,4 +173,5 @@ def test_kernels_stay_within_their_instruction_budgets(compiled):
             over[kernel, case, sm] = r["instructions"]
     assert over == {}
     spilled = {key for key, r in measured.items() if r["spills"]}
-    assert spilled <= {("_cast_1x128_kernel", "e4m3, bf16", 80)}  # for products that are Hopper's
+    hoppers = ("_cast_1x128_kernel", "e4m3, bf16"), ("_cast_1x128_kernel", "e4m3, bf16, squares")
+    assert spilled <= {(*case, 80) for case in hoppers}  # for products that run nowhere else

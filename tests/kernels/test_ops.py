@@ -44,6 +44,7 @@ def sample_arguments(name, shape, device):
         case "cast_1x128":
             yield x, "e4m3"
             yield x, "e4m3", True, False
+            yield x, "e4m3", True, True, True
         case "cast_128x128":
             yield x.reshape(-1, x.shape[-1]), "e4m3"
             yield x.reshape(-1, x.shape[-1]), "e4m3", False, True
@@ -56,10 +57,11 @@ def sample_arguments(name, shape, device):
             yield x, "e4m3", KEPT[-1].handle, True, True
             yield x.bfloat16(), "e4m3", KEPT[-1].handle, False, True
         case "matmul_blocks":
-            a, a_scale = ops.cast_1x128(x, E4M3)[:2]
-            for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
-                b, b_scale = cast(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
-                yield a, a_scale, b, b_scale, squares, torch.float32
+            casts = ops.cast_1x128, ops.cast_128x128
+            for of_a, of_b in (casts, casts[::-1]):
+                a = of_a(x.reshape(-1, x.shape[-1]), E4M3)[:2]
+                b = of_b(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
+                yield *a, *b, torch.float32
         case "matmul_rows":
             a, a_scale, _ = ops.cast_rows(x, E4M3)
             b, _, b_scale = ops.cast(torch.randn(40, x.shape[-1], device=device), E4M3)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from bounds import BOUNDS, KINDS, NARROW, bounds, errors
 from helpers import assert_same_bits
-from layers import RECIPE, begun, linear, native, results
+from layers import RECIPE, begun, conv1d, linear, native, results
 from torch import nn
 
 import fp8stack
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import cast_delayed as triton_delayed
+from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast_delayed as reference_delayed
 from fp8stack.kernels.reference.delayed_state import HEADER, DelayedState
 
@@ -43,6 +44,20 @@ def test_blocks_keep_what_outliers_push_out_of_range(device):
     )  # which is lost but for the outlier; blocks lose what shares one with it
     assert plain_columns > 5 * columns
     assert columns < NARROW
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, conv1d], ids=["linear", "conv1d"])
+def test_a_weights_gradient_is_a_product_by_the_input_in_squares(kind, device):
+    """In forward and in the input's gradient it is the weight that has squares."""
+    layer = native(nn.Sequential(kind(256, 384)), device, fp8_recipe="blockwise")
+    x, g = (torch.randn(640, n, device=device) for n in (256, 384))
+    turned = kind is conv1d
+    _, dx, dw, _ = results(layer, x, g)
+    w = ops.cast_128x128(layer[0].weight.detach(), E4M3)[0 if turned else 2 :][:2]
+    of_g, of_x = ops.cast_1x128(g, E4M3), ops.cast_128x128(x, E4M3)
+    assert_same_bits(dx, ops.matmul_blocks(*of_g[:2], *w, torch.float32))
+    pair = (*of_x[2:], *of_g[2:]) if turned else (*of_g[2:], *of_x[2:])
+    assert_same_bits(dw, ops.matmul_blocks(*pair, torch.float32))
 
 
 @RECIPE
@@ -150,10 +165,11 @@ def test_a_model_without_linear_layers_is_left_as_it_is(device):
     assert fp8stack.restore(model)[0] is model
 
 
-def test_the_reference_lays_out_transposed_blocks_as_its_fake_says():
+@pytest.mark.parametrize("squares_t", [False, True])
+def test_the_reference_lays_out_transposed_blocks_as_its_fake_says(squares_t):
     torch.library.opcheck(
         torch.ops.fp8stack.cast_1x128.default,
-        (torch.randn(5, 200), "e4m3"),
+        (torch.randn(5, 200), "e4m3", True, True, squares_t),
         test_utils=["test_faketensor"],
     )
 
@@ -178,6 +194,7 @@ def test_what_the_reference_returns_shares_no_memory(rows):
         namespace.cast(x, "e4m3", True, True, None),
         namespace.cast_delayed(x, "e4m3", state.handle, True, False),
         namespace.cast_1x128(x, "e4m3"),
+        namespace.cast_1x128(x, "e4m3", True, True, True),
         namespace.cast_128x128(x, "e4m3"),
         namespace.activation_backward_cast(x, x, x, torch.ones(()), "silu", "e4m3", [], False),
     ):
