@@ -1,4 +1,4 @@
-"""The tables of deterministic runs over seeds: 2 × 2, and steps to an equal loss; see `tables.py`.
+"""The tables of deterministic runs over seeds, 2 × 2 and steps to an equal loss, and of gradients; see `tables.py`.
 
 A level is compared with bf16 of the same seed: the same first weights and batches. As such runs repeat to the last bit,
 what differs is what the level does, and "another seed" is what a seed alone does: how far bf16's runs lie apart.
@@ -126,6 +126,14 @@ def fine_tuning(records: list[Record]) -> list[str]:
     return lines(("trained at", "seeds", *heads), rows)
 
 
+def gradient_noise(records: list[Record]) -> list[str]:
+    """Return a row for each variant of gradient_noise.py, of all matrices."""
+    found = {r["variant"]: r["kinds"]["all"] for r in records}
+    keys = ("error", "steady", "of_gradient", "cosine")
+    rows = [(variant, *(f"{n[key]:.3f}" for key in keys)) for variant, n in found.items()]
+    return lines(("", "error / noise", "steady / noise", "error / gradient", "cosine"), rows)
+
+
 TABLES = {}
 if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
     TABLES["crossed"] = lambda: crossed(read("crossed"))
@@ -133,5 +141,7 @@ if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an
         [r for r in read("crossed", model="gpt2") if not r["params"].get("flags")]
     )
     TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
+if (RESULTS / "gradient_noise.jsonl").exists():
+    TABLES["gradient-noise"] = lambda: gradient_noise(read("gradient_noise", model="smollm2-135m"))
 if (RESULTS / "fine_tuning.jsonl").exists():
     TABLES["fine-tuning"] = lambda: fine_tuning(read("fine_tuning", model="smollm2-135m"))

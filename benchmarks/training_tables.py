@@ -279,7 +279,7 @@ def training(records: list[Record]) -> list[str]:
         for model, title in LONG_RUNS.items()
         for s in summarize(comparable(records, model))
     ]
-    heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
+    heads = ("tokens/s", "× bf16", "peak GiB", "× bf16")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 
 
@@ -288,10 +288,8 @@ def training_cells(s: Summary) -> tuple[str, ...]:
     gap += "" if s.error is None else f" ± {100 * s.error:.2f}"
     count = str(s.seeds) + (f" ({s.runs} runs)" if s.runs > s.seeds else "")
     ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (s.faster, s.part)]
-    off = "" if s.off is None else f"{100 * s.off:+.1f} %".replace("-", "−")
     return (
-        f"{s.loss:.4f}", gap and f"{gap} %", count, f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
-        ratios[1], off,
+        f"{s.loss:.4f}", gap and f"{gap} %", count, f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}", ratios[1],
     )  # fmt: skip
 
 

