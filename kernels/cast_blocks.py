@@ -36,86 +36,76 @@ def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _cast_1x128_kernel(
+def _cast_square(x0, x1, x2, x3, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return the scale of a tile, and its codes."""
+    bits = tl.max(tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=1), axis=0)
+    scale, inverse = scale_and_inverse(bits, MANTISSA)
+    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
+    return scale, c0, c1, c2, c3
+
+
+@triton.jit
+def _cast_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
-    SQUARES_T: tl.constexpr,
+    SQUARES: tl.constexpr, SQUARES_T: tl.constexpr,
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
     x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
+    if SQUARES:
+        scale, c0, c1, c2, c3 = _cast_square(x0, x1, x2, x3, MANTISSA, HARDWARE)
     if CODES:
-        own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
-        c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
-        c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
-        c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
-        c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
+        if SQUARES:
+            tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
+        else:
+            own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
+            c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
+            c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
+            c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
+            c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
         transpose_tiles.store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
     if TRANSPOSED:
-        bits = tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0)
         if SQUARES_T:
-            scale, inverse = scale_and_inverse(tl.max(bits, axis=0), MANTISSA)
+            if not SQUARES:
+                scale, c0, c1, c2, c3 = _cast_square(x0, x1, x2, x3, MANTISSA, HARDWARE)
             tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
         else:
+            bits = tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0)
             scale, inverse = scale_and_inverse(bits, MANTISSA)
+            c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
             tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
-            inverse = inverse[None, :]
-        c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
         transpose_tiles.store_columns(
             c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
         )
 
 
-@triton.jit
-def _cast_128x128_kernel(
-    x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
-    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    across, down = cols_padded // 128, rows_padded // 128
-    block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
-    x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
-    bits = tl.max(tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=1), axis=0)
-    scale, inverse = scale_and_inverse(bits, MANTISSA)
-    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
-    transpose_tiles.store_both(
-        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, CODES, TRANSPOSED, HARDWARE, True
-    )  # fmt: skip
-    if CODES:
-        tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
-    if TRANSPOSED:
-        tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
-
-
-_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, **UNFUSED)
-_launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=4, **UNFUSED)
+_launch = Launcher(_cast_blocks_kernel, num_warps=4, **UNFUSED)
 
 
 def cast_1x128(
     x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True, squares_t: bool = False
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for 128 of a column or, `squares_t`, a square."""
-    return _cast(_launch_1x128, x, fmt, codes, transposed, False, squares_t)
+    return _cast(x, fmt, codes, transposed, False, squares_t)
 
 
 def cast_128x128(x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True) -> Codes:
     """Quantize with a scale for each square of 128."""
-    return _cast(_launch_128x128, x, fmt, codes, transposed, True)
+    return _cast(x, fmt, codes, transposed, True, True)
 
 
-def _cast(
-    launch: Launcher, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, squares: bool, *squares_t: bool
-) -> Codes:  # fmt: skip
+def _cast(x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, *squares: bool) -> Codes:
     x = x if x.is_contiguous() else x.detach().contiguous()
-    results = reference.results(x, fmt, squares, codes, transposed, *squares_t)
+    results = reference.results(x, fmt, squares, codes, transposed)
     if x.numel():
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
         down, across = aligned(rows, BLOCK), aligned(cols, BLOCK)
-        launch(
+        _launch(
             (down // BLOCK * (across // BLOCK), 1, 1),
             x, *results, rows, cols, down, across, fmt.mantissa_bits, casts_in_hardware(x.device),
-            codes, transposed, rows == down and cols == across, *squares_t,
+            codes, transposed, rows == down and cols == across, *squares,
         )  # fmt: skip
     return results
 

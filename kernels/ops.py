@@ -336,12 +336,14 @@ cast_1x128 = _operator(
     "cast_1x128(Tensor x, str fmt, bool codes=True, bool transposed=True, bool squares_t=False)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_1x128,
-    lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], False, *layouts),
+    lambda x, fmt, codes=True, transposed=True, squares_t=False: blocks.results(
+        x, FORMATS[fmt], (False, squares_t), codes, transposed
+    ),
 )
 cast_128x128 = _operator(
     "cast_128x128(Tensor x, str fmt, bool codes=True, bool transposed=True) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_128x128,
-    lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], True, *layouts),
+    lambda x, fmt, *layouts: blocks.results(x, FORMATS[fmt], (True, True), *layouts),
 )
 matmul_blocks = _operator(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",

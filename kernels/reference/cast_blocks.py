@@ -18,6 +18,8 @@ Codes and scales of a layout that was not asked for are empty. What a scale is o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,14 +32,14 @@ Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
 
 
 def results(
-    x: Tensor, fmt: MiniFloat, squares: bool, codes: bool = True, transposed: bool = True, squares_t: bool = False
-) -> Codes:  # fmt: skip
-    """Return memory for the results of a cast, of `squares` or, in one layout, `squares_t`; their padding is zeros."""
+    x: Tensor, fmt: MiniFloat, squares: Sequence[bool], codes: bool = True, transposed: bool = True
+) -> Codes:
+    """Return memory for a cast; `squares` says which layouts have a scale for each. Their padding is zeros."""
     rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
     rows, cols = aligned(rows, BLOCK), aligned(cols, BLOCK)
     found: list[Tensor] = []
-    turned = transposed, squares or squares_t, cols, rows
-    for wanted, square, outer, inner in ((codes, squares, rows, cols), turned):
+    layouts = (codes, rows, cols), (transposed, cols, rows)
+    for square, (wanted, outer, inner) in zip(squares, layouts, strict=True):
         down, across = outer // BLOCK, inner // BLOCK
         shape = (down, aligned(across, 4)) if square else (across, outer)
         new = x.new_zeros if square and across % 4 else x.new_empty
@@ -75,7 +77,10 @@ def cast_128x128(
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
     plain = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
-    found, none = results(x, fmt, True, codes, transposed), x.new_empty((0, 0), dtype=fmt.dtype)
+    found, none = (
+        results(x, fmt, (True, True), codes, transposed),
+        x.new_empty((0, 0), dtype=fmt.dtype),
+    )
     found[1][:cols], found[3][:rows] = (scale.t() if codes else 0.0), (scale if transposed else 0.0)
     return plain if codes else none, found[1], transpose(plain) if transposed else none, found[3]
 

@@ -182,9 +182,14 @@ def matrix_cases():
 
 
 def blocks_cases():
-    for squares in (False, True):
+    for name, squares in {
+        "": (False, False),
+        ", squares": (True, True),
+        ", squares transposed": (False, True),
+    }.items():
         for label, pointers, constants in matrix_cases():
-            yield label + ", squares" * squares, pointers, constants | {"SQUARES_T": squares}
+            own = dict(zip(("SQUARES", "SQUARES_T"), squares, strict=True))
+            yield label + name, pointers, constants | own
 
 
 def activation_cases():
@@ -322,8 +327,8 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
 }  # fmt: skip
 for cases, kernels in {
     gradient_cases: "largest squares", quantize_cases: "quantize_blocks dequantize_blocks",
-    matrix_cases: "cast_tiles recast_tiles refit cast_128x128 cast_delayed",
-    blocks_cases: "cast_1x128",
+    matrix_cases: "cast_tiles recast_tiles refit cast_delayed",
+    blocks_cases: "cast_blocks",
     parts_cases: "parts seed activation_parts",
     expert_cases: "expert_parts expert_cast", wire_cases: "pack reduce unpack",
     rmsnorm_cases: "rmsnorm rmsnorm_backward", by_row_cases: "cast_rows activation_rows",
@@ -338,7 +343,7 @@ SIZES = {  # where its module says nothing else
 
 def elements_of(name, constants):
     """Return how many elements a program works on at a time."""
-    if "128" in name:
+    if name == "_cast_blocks_kernel":
         return 128 * 128
     if isinstance(constants.get("ROWS"), int):
         return constants["ROWS"] * constants["COLS"]

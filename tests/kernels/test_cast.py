@@ -271,7 +271,9 @@ def test_shapes_tell_scales_of_rows_from_those_of_squares():
         for cols in sizes:
             x = torch.empty(rows, cols, device="meta")
             for squares in (False, True):
-                codes, scale, codes_t, scale_t = reference_blocks.results(x, E4M3, squares)
+                codes, scale, codes_t, scale_t = reference_blocks.results(
+                    x, E4M3, (squares, squares)
+                )
                 assert reference_blocks.in_squares(codes, scale) is squares
                 assert reference_blocks.in_squares(codes_t, scale_t) is squares
 

@@ -37,9 +37,9 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_recast_tiles_kernel", "e5m2, fp32, any size"): (25.5, 14.5),
     ("_refit_kernel", "e4m3, bf16"): (28.5, 17),
     ("_refit_kernel", "e5m2, fp32, any size"): (30.5, 19),
-    ("_cast_1x128_kernel", "e4m3, bf16"): (55.5, 26),
-    ("_cast_1x128_kernel", "e4m3, bf16, squares"): (39.2, 18.5),
-    ("_cast_128x128_kernel", "e4m3, bf16"): (23.5, 11),
+    ("_cast_blocks_kernel", "e4m3, bf16"): (55.5, 26),
+    ("_cast_blocks_kernel", "e4m3, bf16, squares transposed"): (39.2, 18.5),
+    ("_cast_blocks_kernel", "e4m3, bf16, squares"): (23.5, 11),
     ("_cast_delayed_kernel", "e4m3, bf16"): (30, 12.9),
     ("_cast_rows_kernel", "bf16"): (30, 13),
     ("_activation_rows_kernel", "bf16"): (45, 22),
@@ -60,7 +60,7 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_rmsnorm_backward_kernel", "fp32, longest rows"): 21.3,
 }
 CASTS = {  # kernels that use the hardware's casts where there are any
-    "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
+    "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_blocks_kernel",
     "_cast_delayed_kernel", "_cast_rows_kernel", "_activation_rows_kernel", "_activation_cast_kernel",
     "_expert_cast_kernel",
     "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
@@ -173,5 +173,8 @@ def test_kernels_stay_within_their_instruction_budgets(compiled):
             over[kernel, case, sm] = r["instructions"]
     assert over == {}
     spilled = {key for key, r in measured.items() if r["spills"]}
-    hoppers = ("_cast_1x128_kernel", "e4m3, bf16"), ("_cast_1x128_kernel", "e4m3, bf16, squares")
+    hoppers = (
+        ("_cast_blocks_kernel", "e4m3, bf16"),
+        ("_cast_blocks_kernel", "e4m3, bf16, squares transposed"),
+    )
     assert spilled <= {(*case, 80) for case in hoppers}  # for products that run nowhere else
