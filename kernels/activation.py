@@ -11,7 +11,7 @@ layout that the product for the weight's gradient wants, so nothing of the activ
 adds its tile's rows up for the gradients of biases, and torch adds those sums: no atomics, so they have the same bits
 every time.
 
-With a scale for each row, forward is one kernel that reads its inputs once (`cast_rows.py`).
+With a scale for each row, forward is one kernel that reads its inputs once: `cast_rows.py` has it.
 
 Limits: exponentials are the GPU's, so results may lie one code from the reference's; next to zero, where terms of a
 slope cancel, several of E5M2. Where something is not finite and scales are current, the scale is NaN as the
@@ -30,10 +30,8 @@ from torch import Tensor
 from fp8stack.formats import E4M3, MiniFloat
 
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
-from .cast_rows import load_tile, store_tile, tiling
-from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher, next_power_of_2
-from .reference import activation as reference
 from .reference.activation import CUBE, ROOT
 from .reference.activation import FLAT as NEAR
 from .reference.cast import TOKENS, aligned
@@ -221,38 +219,7 @@ def _activation_cast_kernel(
             note_amax(b, b_notes_ptr, _NOTES)
 
 
-@triton.jit
-def _activation_rows_kernel(
-    g_ptr, u_ptr, codes_ptr, scale_ptr, rows, cols, rows64, cols16, rounds,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    c = tl.arange(0, COLS)
-    for i in range(rounds):
-        r = (tl.program_id(0) + i * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
-        bits = tl.zeros((ROWS,), dtype=tl.int32)
-        for first in range(0, cols16, COLS):  # once if WHOLE, and then h stays in registers
-            g = load_tile(g_ptr, r, first + c, rows, cols)
-            u = load_tile(u_ptr, r, first + c, rows, cols) if GATED else g
-            h, _a, _b = values(g, g, u, ACTIVATION, GATED, False, HARDWARE)
-            bits = tl.maximum(bits, tl.max(bits_of_magnitude(h), axis=1))
-            if WHOLE:
-                scale, inverse = scale_and_inverse(bits, MANTISSA)
-                code = encode_scaled(h, inverse[:, None], MANTISSA, HARDWARE)
-                store_tile(codes_ptr, code, r, c, rows64, cols16)
-        scale, inverse = scale_and_inverse(bits, MANTISSA)
-        tl.store(scale_ptr + r, scale, mask=r < rows64)
-        if not WHOLE:
-            for first in range(0, cols16, COLS):
-                g = load_tile(g_ptr, r, first + c, rows, cols)
-                u = load_tile(u_ptr, r, first + c, rows, cols) if GATED else g
-                h, _a, _b = values(g, g, u, ACTIVATION, GATED, False, HARDWARE)
-                code = encode_scaled(h, inverse[:, None], MANTISSA, HARDWARE)
-                store_tile(codes_ptr, code, r, first + c, rows64, cols16)
-
-
 _launch_parts = Launcher(_activation_parts_kernel, num_warps=8)
-_launch_rows = Launcher(_activation_rows_kernel, num_warps=8)
 _launch_cast = Launcher(_activation_cast_kernel, num_warps=8)
 
 
@@ -267,29 +234,6 @@ def activation_cast(
 ) -> tuple[Tensor, Tensor]:  # codes [rows16, cols16], scale float32 0-d
     """Return act(gate) × up in FP8."""
     codes, scale = _run(None, gate, up, None, activation, fmt, of, update, again)
-    return codes, scale
-
-
-def activation_cast_rows(
-    gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
-    up: Tensor | None,  # likewise
-    activation: str,
-    fmt: MiniFloat,
-) -> tuple[Tensor, Tensor]:  # codes [rows64, cols16], scale float32 [rows64]
-    """Return act(gate) × up in FP8, with a scale for each row."""
-    if not gate.numel():
-        return reference.activation_cast_rows(gate, up, activation, fmt)
-    gate, up = gate.contiguous(), gate if up is None else up.contiguous()
-    gated, (rows, cols) = up is not gate, gate.shape
-    rows64, cols16 = aligned(rows, TOKENS), aligned(cols)
-    height, width, programs, rounds = tiling(rows64, cols16)
-    codes = gate.new_empty((rows64, cols16), dtype=fmt.dtype)
-    scale = gate.new_empty(rows64, dtype=torch.float32)
-    _launch_rows(
-        (programs, 1, 1),
-        gate, up, codes, scale, rows, cols, rows64, cols16, rounds,
-        activation, gated, fmt.mantissa_bits, casts_in_hardware(gate.device), cols16 <= width, height, width,
-    )  # fmt: skip
     return codes, scale
 
 

@@ -7,6 +7,8 @@ left: 2 bytes to read and 1 to write for an element in bfloat16. It keeps the la
 cast with one scale need not look for that (`cast.py`). Rows that are too long for registers are read twice, the second
 time from the L1 or L2 cache. Products are cuBLAS's, with a vector of scales for either operand.
 
+What is cast may be the activation of an MLP, which is computed again where rows are read twice.
+
 Limits: products need sm_90 and give bfloat16; other dtypes are made of float32, and scaled by rows afterwards.
 """
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from .activation import values
 from .fp8 import BYTES, bits_of_magnitude, casts_in_hardware, encode_scaled, scale_and_inverse
 from .launch import UNFUSED, Launcher, next_power_of_2
 from .reference import cast_rows as reference
@@ -32,51 +35,62 @@ TILE = 8192  # elements that it holds, unless one row is longer
 
 
 @triton.jit
-def load_tile(x_ptr, r, c, rows, cols):
+def _load(ptr, r, c, rows, cols):
     """Return the elements of some rows and columns, zeros beyond the matrix, in float32."""
     at = r[:, None].to(tl.int64) * cols + c[None, :]
     inside = (r < rows)[:, None] & (c < cols)[None, :]
-    return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(codes_ptr, code, r, c, rows64, cols16):
+def _tile(
+    x_ptr, u_ptr, r, c, rows, cols,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Return what is cast: x, or its activation, times u if there is one."""
+    x = _load(x_ptr, r, c, rows, cols)
+    if ACTIVATION is not None:
+        u = _load(u_ptr, r, c, rows, cols) if GATED else x
+        x, _a, _b = values(x, x, u, ACTIVATION, GATED, False, HARDWARE)
+    return x
+
+
+@triton.jit
+def _store(codes_ptr, code, r, c, rows64, cols16):
     """Store uint8 codes of some rows and columns."""
     at = r[:, None].to(tl.int64) * cols16 + c[None, :]
-    tl.store(
-        codes_ptr.to(BYTES, bitcast=True) + at,
-        code,
-        mask=(r < rows64)[:, None] & (c < cols16)[None, :],
-    )
+    inside = (r < rows64)[:, None] & (c < cols16)[None, :]
+    tl.store(codes_ptr.to(BYTES, bitcast=True) + at, code, mask=inside)
 
 
 @triton.jit
 def _cast_rows_kernel(
-    x_ptr, codes_ptr, scale_ptr, parts_ptr, rows, cols, rows64, cols16, rounds,
-    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, u_ptr, codes_ptr, scale_ptr, parts_ptr, rows, cols, rows64, cols16, rounds,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     c, most = tl.arange(0, COLS), tl.zeros((ROWS,), dtype=tl.int32)
     for i in range(rounds):
         r = (tl.program_id(0) + i * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         if WHOLE:
-            x = load_tile(x_ptr, r, c, rows, cols)
+            x = _tile(x_ptr, u_ptr, r, c, rows, cols, ACTIVATION, GATED, HARDWARE)
             bits = tl.max(bits_of_magnitude(x), axis=1)
         else:
             bits = tl.zeros((ROWS,), dtype=tl.int32)
             for first in range(0, cols, COLS):
-                x = load_tile(x_ptr, r, first + c, rows, cols)
+                x = _tile(x_ptr, u_ptr, r, first + c, rows, cols, ACTIVATION, GATED, HARDWARE)
                 bits = tl.maximum(bits, tl.max(bits_of_magnitude(x), axis=1))
         scale, inverse = scale_and_inverse(bits, MANTISSA)
         tl.store(scale_ptr + r, scale, mask=r < rows64)
         most = tl.maximum(most, bits)
         if WHOLE:
             code = encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
-            store_tile(codes_ptr, code, r, c, rows64, cols16)
+            _store(codes_ptr, code, r, c, rows64, cols16)
         else:
             for first in range(0, cols16, COLS):
-                x = load_tile(x_ptr, r, first + c, rows, cols)
+                x = _tile(x_ptr, u_ptr, r, first + c, rows, cols, ACTIVATION, GATED, HARDWARE)
                 code = encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
-                store_tile(codes_ptr, code, r, first + c, rows64, cols16)
+                _store(codes_ptr, code, r, first + c, rows64, cols16)
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
@@ -94,19 +108,33 @@ def tiling(rows: int, cols: int) -> tuple[int, int, int, int]:
 
 def cast_rows(x: Tensor, fmt: MiniFloat) -> Rows:
     """Quantize a matrix with a scale for each row."""
+    return _cast(x, None, None, fmt) if x.numel() else reference.cast_rows(x, fmt)
+
+
+def activation_cast_rows(
+    gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
+    up: Tensor | None,  # likewise
+    activation: str,
+    fmt: MiniFloat,
+) -> tuple[Tensor, Tensor]:  # codes [rows64, cols16], scale float32 [rows64]
+    """Return act(gate) × up in FP8, with a scale for each row."""
+    if not gate.numel():
+        return reference.activation_cast_rows(gate, up, activation, fmt)
+    return _cast(gate, up, activation, fmt)[:2]
+
+
+def _cast(x: Tensor, up: Tensor | None, activation: str | None, fmt: MiniFloat) -> Rows:
     x = x if x.is_contiguous() else x.detach().contiguous()
-    cols = x.shape[-1]
-    rows = x.numel() // max(cols, 1)
+    u = x if up is None else up.contiguous()
+    rows, cols = x.numel() // x.shape[-1], x.shape[-1]
     rows64, cols16 = aligned(rows, TOKENS), aligned(cols)
-    if not x.numel():
-        return reference.cast_rows(x, fmt)
     height, width, programs, rounds = tiling(rows64, cols16)
     codes = x.new_empty((rows64, cols16), dtype=fmt.dtype)
     scale = x.new_empty(rows64, dtype=torch.float32)
     parts = x.new_empty(programs, dtype=torch.int32)  # one each
     _launch(
         (programs, 1, 1),
-        x, codes, scale, parts, rows, cols, rows64, cols16, rounds,
+        x, u, codes, scale, parts, rows, cols, rows64, cols16, rounds, activation, up is not None,
         fmt.mantissa_bits, casts_in_hardware(x.device), cols16 <= width, height, width,
     )  # fmt: skip
     return codes, scale, parts

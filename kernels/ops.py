@@ -405,7 +405,7 @@ activation_cast = _operator(
 )
 activation_cast_rows = _operator(
     "activation_cast_rows(Tensor gate, Tensor? up, str activation, str fmt) -> (Tensor, Tensor)",
-    activation.activation_cast_rows,
+    by_row.activation_cast_rows,
     lambda gate, up, activation, fmt: _by_row(gate, fmt)[:2],
 )
 activation_backward_cast = _operator(

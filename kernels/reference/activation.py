@@ -28,7 +28,6 @@ from fp8stack.formats import E4M3, MiniFloat
 
 from .cast import TOKENS, Cast, as_matrix, cast
 from .cast_delayed import cast_delayed, encode_saturating
-from .cast_rows import cast_rows
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,18 +53,6 @@ def activation_cast(
     """Return act(gate) × up in FP8."""
     value, _ = activate(gate.float(), activation)
     codes, _, scale = _cast(value if up is None else value * up.float(), fmt, of, update, again)
-    return codes, scale
-
-
-def activation_cast_rows(
-    gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
-    up: Tensor | None,  # likewise
-    activation: str,  # of ACTIVATIONS
-    fmt: MiniFloat,
-) -> tuple[Tensor, Tensor]:  # codes [rows64, cols16], scale float32 [rows64]
-    """Return act(gate) × up in FP8, with a scale for each row."""
-    value, _ = activate(gate.float(), activation)
-    codes, scale, _ = cast_rows(value if up is None else value * up.float(), fmt)
     return codes, scale
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from .activation import activate
 from .cast import as_matrix
 from .quantize import encode_scaled, scale_and_inverse
 
@@ -42,6 +43,18 @@ def cast_rows(
     parts = torch.zeros(parts_of(len(amax)), dtype=torch.int32, device=x.device)
     parts[: min(len(amax), 1)] = amax.view(torch.int32).amax() if len(amax) else 0
     return codes, scale, parts
+
+
+def activation_cast_rows(
+    gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
+    up: Tensor | None,  # likewise
+    activation: str,  # of ACTIVATIONS
+    fmt: MiniFloat,
+) -> tuple[Tensor, Tensor]:  # codes [rows64, cols16], scale float32 [rows64]
+    """Return act(gate) × up in FP8, with a scale for each row."""
+    value, _ = activate(gate.float(), activation)
+    codes, scale, _ = cast_rows(value if up is None else value * up.float(), fmt)
+    return codes, scale
 
 
 def matmul_rows(

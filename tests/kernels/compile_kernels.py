@@ -256,9 +256,11 @@ def by_row_cases():
     ):
         label = dtype + ("" if whole else ", long rows") + ", 8192" * (dtype == "fp32")
         pointers = dict.fromkeys(INPUTS, dtype) | {"codes_ptr": "fp8e4nv"}
-        yield label, pointers, {
-            "MANTISSA": 3, "WHOLE": whole, "ROWS": size[0], "COLS": size[1], "ACTIVATION": "silu", "GATED": True,
-        }  # fmt: skip
+        for activation in (None, "silu"):
+            yield label + ", silu" * bool(activation), pointers, {
+                "MANTISSA": 3, "WHOLE": whole, "ROWS": size[0], "COLS": size[1], "ACTIVATION": activation,
+                "GATED": bool(activation),
+            }  # fmt: skip
 
 
 def wire_cases():
@@ -331,7 +333,7 @@ for cases, kernels in {
     blocks_cases: "cast_blocks",
     parts_cases: "parts seed activation_parts",
     expert_cases: "expert_parts expert_cast", wire_cases: "pack reduce unpack",
-    rmsnorm_cases: "rmsnorm rmsnorm_backward", by_row_cases: "cast_rows activation_rows",
+    rmsnorm_cases: "rmsnorm rmsnorm_backward", by_row_cases: "cast_rows",
 }.items():  # fmt: skip
     CASES |= {f"_{name}_kernel": [*cases()] for name in kernels.split()}
 SIZES = {  # where its module says nothing else

@@ -18,8 +18,9 @@ from helpers import (
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import activation as triton
-from fp8stack.kernels import ops
+from fp8stack.kernels import cast_rows, ops
 from fp8stack.kernels.reference import activation as reference
+from fp8stack.kernels.reference import cast_rows as reference_rows
 from fp8stack.kernels.reference.delayed_state import SEEDED, DelayedState
 
 SWIGLU = "silu", True
@@ -106,8 +107,8 @@ def test_by_rows_each_row_has_the_values_and_a_scale_of_its_own(
     gate, up, _ = draw(shape, dtype)
     up = up if kind[1] else None
     here = [None if t is None else t.to(kernel_device) for t in (gate, up)]
-    codes, scale = triton.activation_cast_rows(*here, kind[0], E4M3)
-    expected = reference.activation_cast_rows(gate, up, kind[0], E4M3)
+    codes, scale = cast_rows.activation_cast_rows(*here, kind[0], E4M3)
+    expected = reference_rows.activation_cast_rows(gate, up, kind[0], E4M3)
     assert codes.shape == expected[0].shape
     assert torch.allclose(scale.cpu(), expected[1], 2**-17, 0.0)
     for i in range(shape[0]):

@@ -39,7 +39,7 @@ def swiglu(x):
 RUNS = {
     "quantize": quantized, "cast": lambda x: cast.cast(x, E4M3), "recast, kept": recast(0.98),
     "recast, grown": recast(0.5), "cast_rows": lambda x: cast_rows.cast_rows(x, E4M3)[:2],
-    "swiglu by rows": lambda x: activation.activation_cast_rows(x, x, "silu", E4M3),
+    "swiglu by rows": lambda x: cast_rows.activation_cast_rows(x, x, "silu", E4M3),
     "cast_1x128": lambda x: cast_blocks.cast_1x128(x, E4M3),
     "cast_1x128, squares": lambda x: cast_blocks.cast_1x128(x, E4M3, squares_t=True),
     "cast_128x128": lambda x: cast_blocks.cast_128x128(x, E4M3), "cast_delayed, young": delayed(0),
