@@ -203,10 +203,8 @@ def _training() -> Iterator[Peak]:
     for record in read("training"):
         p, variant, compute = record["params"], record["variant"], record.get("compute")
         flags = p.get("flags", {})
-        if not record["cc"] or flags not in (
-            {},
-            ALL_IN_FP8,
-        ):  # of a CPU; of options that are not read here
+        # of a CPU; of options that are not read here
+        if not record["cc"] or flags not in ({}, ALL_IN_FP8):
             continue
         shape = shape_of_gpt(asdict(replace(SIZES[p["model"]], vocab=VOCAB)), p["seq"])
         if shape.parameters != p["parameters"]:

@@ -88,7 +88,7 @@ def last_pairs(records: Iterable[Record]) -> list[Record]:
 
 SECTIONS = [
     Section(
-        "memory", "Bytes a parameter", "What stays on the GPU between steps, counted on live tensors: weights, "
+        "memory", "Bytes a parameter", "What stays between steps, counted on live tensors of the demo: weights, "
         "gradients, masters and optimizer states of each level.", "demo.jsonl", last_of_each, pictures.draw_levels,
     ),
     Section(

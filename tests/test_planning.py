@@ -16,6 +16,7 @@ import fp8stack
 from fp8stack.errors import ConfigError
 from fp8stack.levels import recipe_for
 from fp8stack.memory import measure
+from fp8stack.nn.select import least_rows_of
 from fp8stack.planning import (
     BASELINES,
     LLAMA,
@@ -28,6 +29,7 @@ from fp8stack.planning import (
     largest_batch,
     resident,
 )
+from fp8stack.planning.peak_memory import _selected
 
 GIB = 2**30
 SIZES = {  # as many tokens as no matrix has rows: its copies are told apart by their shapes
@@ -132,6 +134,41 @@ def test_layers_that_are_faster_in_bfloat16_keep_its_activations():
     )
     few = Setup(1, 128, compile=True)
     assert kept(few) == kept(few, precision_for={"*": "bf16"}) > kept(few, select="all")
+    # ranks that share a model have it in bfloat16, and so the inputs of all of these layers
+    shared = replace(fast, ranks=4, sharding="fsdp")
+    assert kept(shared) == kept(shared, precision_for={"*": "bf16"}) != kept(shared, select="all")
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(2, 2048, 32, 8, 8192, 32_000),
+        Shape(2, 2048, 16, 16, 2048, 32_000, head_dim=64, gated=False),
+        Shape(2, 2048, 32, 32, 8192, 32_000, joint_qkv=True),
+    ],
+    ids=["keys shared", "as wide", "joint"],
+)
+def test_layers_left_in_bfloat16_are_those_that_a_model_leaves(shape, weights, compile):
+    h, q, kv, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
+    attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+    if shape.joint_qkv:
+        attention = {"q_proj": (h, q + 2 * kv), "o_proj": (q, h)}
+    mlp = {"up_proj": (h, f), "down_proj": (f, h)} | ({"gate_proj": (h, f)} if shape.gated else {})
+    with torch.device("meta"):
+        blocks = [nn.ModuleDict({n: nn.Linear(*s) for n, s in b.items()}) for b in (attention, mlp)]
+        model = nn.ModuleList([*blocks, nn.ModuleDict({"head": nn.Linear(h, shape.vocab)})])
+    least = {name.rpartition(".")[2]: rows for name, rows in least_rows_of(model).items()}
+    precision, seen = at_level(recipe_for("O0"), weights), set()
+    for tokens in [2**n for n in range(7, 20)]:
+        found = _selected(shape, precision, Setup(1, tokens, compile=compile)).recipe.precision_for
+        left = {pattern.removeprefix("*.") for pattern, how in found if how == "bf16"}
+        for name, rows in least.items():
+            wide = weights is torch.float32 and name not in ("o_proj", "down_proj")
+            assert (name in left) == (tokens < rows[wide + 2 * compile]), (name, tokens)
+        seen.add(frozenset(left))
+    assert len(seen) > 2
 
 
 def test_residuals_of_accumulated_gradients_and_host_memory_are_counted():
@@ -265,6 +302,16 @@ def test_what_fits_is_the_largest_that_does():
     assert largest_batch(LLAMA, precision, Setup(seq=64), few - 1) >= 65
     assert 1 <= largest_batch(LLAMA, precision, Setup(seq=64), more - 1) < 65
     assert largest_batch(LLAMA, precision, setup, GIB) == 0
+
+
+def test_what_fits_is_found_where_a_larger_batch_takes_fewer_bytes():
+    """Eight sequences have as many tokens as FP8 takes to save time in a layer, whose activations then are smaller."""
+    shape, precision = Shape(24, 1024, 16, 16, 2816, 32_000), at_level(recipe_for("O0"))
+    totals = [estimate(shape, precision, Setup(n, 1024)).total for n in range(1, 60)]
+    assert totals != sorted(totals)
+    for gib in range(20, 50):
+        batch = largest_batch(shape, precision, Setup(seq=1024), gib * GIB)
+        assert totals[batch - 1] <= gib * GIB < totals[batch]
 
 
 @pytest.mark.parametrize("parameters", [2e8, 1e9, 7e9, 13e9, 70e9])

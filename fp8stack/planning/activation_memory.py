@@ -10,13 +10,15 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | norms of queries and keys  | the same, of each head                           | c (q + kv) + 4 or 8 each  |
 | Linear                     | its input, once for layers that share it         | c × inputs                |
 | the same under autocast    | its own bfloat16 copy of a float32 input         | 2 × inputs × layers       |
-| the same in FP8            | the codes of it, once for layers that share it   | 1 × inputs (1 + 4 / 128)  |
-| TransformerEngine's        | its own codes                                    | the same × layers         |
+| the same in FP8            | the codes of it, once for layers that share it   | 1 × inputs (1 + 4 / 128²) |
+| TransformerEngine's        | its own codes                                    | 1 × inputs × layers (1 + 4 / 128) |
 | attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
 | float32, `enable_gqa=True`  | q, k and v for each head, scores                | 4 (4 q + heads × sequence) |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
+
+Scales of blocks, the second terms, are native layers' of squares, TransformerEngine's of rows; others keep none.
 
 The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
 (Where it has another layout, as cuDNN's has after rotary positions that change that of queries, o_proj keeps a copy.)

@@ -38,8 +38,9 @@ and FSDP2.
 With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rule of `nn/select.py` for
 single layers and the tokens of a micro-batch. A model of transformers is measured with all of them in FP8.
 
-Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Compiled models that ranks share are counted as each
-rank's part of one that is not shared; whole gradients and copies of gathered weights may come on top.
+Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Where layers go over to FP8 at more tokens, and so take
+fewer bytes, a micro-batch somewhat larger than `largest_batch` says may fit. Compiled models that ranks share are
+counted as each rank's part of one that is not shared; whole gradients and copies of gathered weights may come on top.
 """
 
 from __future__ import annotations
@@ -150,17 +151,21 @@ def estimate(model: Model, precision: Precision, setup: Setup) -> Estimate:
 def _selected(shape: Shape, precision: Precision, setup: Setup) -> Precision:
     """Return the precision with the layers in bfloat16 that select="auto" leaves there on a GPU, at so many tokens."""
     recipe, tokens = precision.recipe, setup.batch * setup.seq
-    if recipe is None or recipe.select != "auto" or recipe.compute == "te":
+    wide = precision.weights is torch.float32
+    always = wide and not precision.autocast  # in FP8
+    if recipe is None or recipe.select != "auto" or recipe.compute == "te" or always:
         return precision
     h, q, kv, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
+    # layers of attention, or of a feed-forward, with as many inputs are taken to share them
+    own, up = (1 if shape.joint_qkv else 3) + (q == h), 1 + shape.gated + (f == h)
     if shape.joint_qkv:
-        sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (h, q + 2 * kv, 1))
+        sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (h, q + 2 * kv, own))
     else:
-        sizes = {"q_proj": (h, q, 3), "k_proj": (h, kv, 3), "v_proj": (h, kv, 3)}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (h, f, 1 + shape.gated))
-    sizes |= {"o_proj": (q, h, 1), "down_proj": (f, h, 1), "head": (h, shape.vocab, 1)}
-    # norms give float32 where the weights are, attention and activations what products give
-    wide = precision.autocast and precision.weights is torch.float32
+        sizes = {"q_proj": (h, q, own), "k_proj": (h, kv, own), "v_proj": (h, kv, own)}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (h, f, up)) | {"head": (h, shape.vocab, 1)}
+    sizes |= {"o_proj": (q, h, own if q == h else 1), "down_proj": (f, h, up if f == h else 1)}
+    # norms give float32 where the weights that compute are, attention and activations what products give
+    wide &= setup.sharding in _WHOLE
     left = {}
     for name, size in sizes.items():
         column = 2 * setup.compile + (wide and name not in ("o_proj", "down_proj"))
@@ -247,7 +252,7 @@ def largest_batch(model: Model, precision: Precision, setup: Setup, memory: int)
     fits, more = few + 1, few + 2
     while left(more) >= 0 and more < _MOST_SEQUENCES:
         slope = (left(fits) - left(more)) / (more - fits)
-        steps = left(more) // slope + 1 if slope else _MOST_SEQUENCES
+        steps = left(more) // slope + 1 if slope > 0 else _MOST_SEQUENCES
         fits, more = more, min(more + int(steps), _MOST_SEQUENCES)
     while more - fits > 1:
         between = left(fits) * (more - fits) // (left(fits) - left(more))
