@@ -277,15 +277,16 @@ LAYERS = {
 }
 
 
-def layers() -> dict[str, Record]:
+def layers(records: Iterable[Record] | None = None) -> dict[str, Record]:
     """Return the records of forward and backward of four Llama blocks, by variant: of the last run that has all."""
     runs: dict[str, list[Record]] = {}
-    for r in read("train_step", model="llama"):
-        runs.setdefault(r["time"], []).append(r)
+    for r in records or read("train_step"):
+        if r["params"]["model"] == "llama":
+            runs.setdefault(r["time"], []).append(r)
     whole = [
         found for found in map(by_variant, runs.values()) if found.keys() >= {*LAYERS.values()}
     ]
-    return whole[-1]
+    return whole[-1] if whole else {}
 
 
 def train_step() -> list[str]:

@@ -31,7 +31,7 @@ import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
 from paired_runs import beside_baseline
-from record_tables import by_variant
+from record_tables import by_variant, layers
 from training_tables import LONG_RUNS, comparable, last_steps, named
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -116,7 +116,7 @@ SECTIONS = [
     ),
     Section(
         "steps", "Forward and backward of Llama blocks", "Four blocks of Llama-3-8B's size over 8,192 tokens.",
-        "train_step.jsonl", lambda rows: latest(rows, model="llama"), pictures.draw_steps,
+        "train_step.jsonl", lambda rows: list(layers(rows).values()), pictures.draw_steps,
     ),
     Section(
         "whole", "A whole training step", "Forward, backward and optimizer of a Llama of 1.1 B parameters over 16,384 "
