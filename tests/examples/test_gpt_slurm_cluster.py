@@ -39,7 +39,7 @@ SlurmdUser={user}
 FirstJobId={first}
 AuthType=auth/none
 CredType=cred/none
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=1
 StateSaveLocation={folder}
 SlurmctldPidFile={folder}/controller.pid
 SlurmdSpoolDir={folder}/%n
