@@ -448,13 +448,11 @@ def specializations():
 
 def targets_of(cases, measured):
     """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone their code
-    differs, and of one case of a kernel that has no such or no other. The others take turns: their counts of
-    instructions are within 10 % of each other."""
+    differs, of the first with such casts where none is measured, and of a kernel's only case. The others take turns."""
     targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
     shown = {name for name, _ in measured}
     for name, label, *_, constants in cases:
-        casts = "HARDWARE" in constants
-        both = casts and ((name, label) in measured or name not in shown)
+        both = "HARDWARE" in constants and ((name, label) in measured or name not in shown)
         shown |= {name} if both else set()
         both |= counts[name] == 1
         targets[name, label] = ARCHITECTURES if both else ARCHITECTURES[1 - turns[name] % 2 :][:1]
