@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 IMPORTED = [
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
-    "helpers", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
+    "helpers", "workers_gpt", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
 ]  # fmt: skip
 # And what ranks import of those that this session has tests of, which import them to see that they are there.
 # DeepSpeed's Muon has torch import its compiler.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_gpt
-from gpt import GPT, ModelConfig
+from gpt import GPT, ModelConfig, evaluation
 from gpt.build import Level, Setup
 from gpt.checkpoints import find, save
 from gpt.config import Config
@@ -19,6 +19,9 @@ from gpt.trainer import Trainer
 from fp8stack import capability
 from fp8stack.errors import CheckpointError, ConfigError
 from fp8stack.nn import scaling_state
+
+# A sample of 64 tokens takes longer than the steps of a small run. This is still more than its windows hold.
+evaluation.SAMPLE_TOKENS = 16
 
 BASE = {
     "model": "tiny", "seq_len": 16, "steps": 4, "warmup_steps": 2, "checkpoint_freq": 2, "eval_freq": 0,

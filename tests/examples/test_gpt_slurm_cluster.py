@@ -153,7 +153,8 @@ def test_slurm_takes_the_script(cluster, name):
     assert f"on nodes {nodes} in partition low" in answer
 
 
-def test_of_an_array_only_the_task_is_requeued(cluster, tmp_path):
+def requeue_a_task(cluster, tmp_path):
+    """Of an array only the task is requeued; return when it has begun again."""
     script = tmp_path / "job.sh"
     script.write_text(f"""#!/usr/bin/env bash
 #SBATCH --array=0-2
@@ -180,7 +181,8 @@ sleep 1000
 
 
 @pytest.mark.slow
-def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_when_its_time_is_up(cluster, tmp_path):
+def test_jobs_go_on_after_a_preemption_and_when_their_time_is_up(cluster, tmp_path):
+    """One on two nodes, and a task of an array."""
     write_text(tmp_path)
     log = tmp_path / "job.log"
     where = ["--output", log, "--gpus-per-node=1", "--cpus-per-task=1", "--signal=USR1@1"]
@@ -211,5 +213,5 @@ def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_when_its_time_is_up(c
     assert newest() > before
     cluster.call("scancel", "--signal=TERM", job)
     wait_for(lambda: cluster.state(job) == ("FAILED", 2, 128 + signal.SIGTERM))
-    time.sleep(8)  # until a requeued job would have begun
+    requeue_a_task(cluster, tmp_path)  # until a requeued job would have begun
     assert cluster.state(job) == ("FAILED", 2, 128 + signal.SIGTERM)
