@@ -454,7 +454,7 @@ def specializations():
 
 
 def targets_of(cases, measured):
-    """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone their code
+    """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone code
     differs, of the first with such casts where none is measured, and of a kernel's only case. The others take turns."""
     targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
     shown = {name for name, _ in measured}

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_283
-TESTS_CAP = 29_383
+LIBRARY_CAP = 18_269
+TESTS_CAP = 29_387
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
