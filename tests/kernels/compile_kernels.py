@@ -447,8 +447,9 @@ def specializations():
 
 
 def targets_of(cases, measured):
-    """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone their code
-    differs, of the first with such casts where none is measured, and of a kernel's only case. The others take turns."""
+    """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone their
+    code differs, of the first with such casts where none is measured, and of a kernel's only case. The others take
+    turns."""
     targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
     shown = {name for name, _ in measured}
     for name, label, *_, constants in cases:
