@@ -2,7 +2,10 @@
 
 import io
 import math
+import os
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -56,6 +59,12 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+def run_python(*arguments: Any, cwd: Any = None, **environment: str) -> Any:
+    """Run Python as a process of its own; return it when it has ended, with what it printed on each stream as text."""
+    command, told = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=told, capture_output=True, text=True, timeout=300)
 
 
 def refused_in_a_line(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:

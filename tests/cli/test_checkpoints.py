@@ -5,13 +5,11 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
-from helpers import refused_in_a_line
+from helpers import refused_in_a_line, run_python
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -284,9 +282,8 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
 @pytest.mark.parametrize("to", ["fp32", "safetensors"])
 def test_a_disk_without_room_is_named_in_one_line(to, saved, tmp_path):
     out = tmp_path / ("w.safetensors" if to == "safetensors" else "w.pt")
-    command = [sys.executable, "-c", LIMITED, "convert", saved[0] / "O2.pt", "--to", to]
-    command += ["--out", out]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    command = ["convert", saved[0] / "O2.pt", "--to", to, "--out", out]
+    result = run_python("-c", LIMITED, *command)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"fp8stack convert: error: {out} cannot be written: ")

@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import workers_cli
+from helpers import run_python
 
 from fp8stack.__main__ import main
 from fp8stack.cli import machine, selftest
@@ -49,8 +48,7 @@ def test_it_prints_versions_capabilities_and_reasons(capsys):
 def test_bitsandbytes_asks_for_no_kernels_of_the_cpu():
     """In a process of its own: it asks once, when it is imported."""
     pytest.importorskip("bitsandbytes")
-    command = [sys.executable, "-m", "fp8stack", "doctor", "--no-self-test", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_python("-m", "fp8stack", "doctor", "--no-self-test", "--json")
     assert json.loads(result.stdout)["environment"]["libraries"]["bitsandbytes"]
     assert "gemm_4bit_forward" not in result.stderr
 

@@ -1,12 +1,11 @@
 """`fp8stack doctor --deepspeed`: findings as a table, and what is wrong with arguments and files."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import refused_in_a_line
+from helpers import refused_in_a_line, run_python
 
 from fp8stack.__main__ import main
 from fp8stack.cli.deepspeed_config import read_config
@@ -141,6 +140,6 @@ def test_no_other_library_is_imported(files):
     (files / "clean.json").write_text(json.dumps(CLEAN))
     code = "import sys; from fp8stack.__main__ import main; main(['doctor', '--deepspeed', 'clean.json'])"
     code += "; print({'deepspeed', 'accelerate', 'transformers', 'triton'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "set()"

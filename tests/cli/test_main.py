@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import refused_in_a_line
+from helpers import refused_in_a_line, run_python
 
 import fp8stack
 from fp8stack.__main__ import COMMANDS, main
@@ -32,8 +32,7 @@ def test_stdout_is_the_results_alone(tmp_path):
     code = "import atexit, os, torch\ndef make():\n    os.system('echo noise'); print('noise')\n"
     code += "    atexit.register(print, 'noise')\n    return torch.nn.Linear(8, 8)\n"
     (tmp_path / "noisy.py").write_text(code)
-    command = [sys.executable, "-m", "fp8stack", "plan", f"{tmp_path}/noisy.py:make", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-m", "fp8stack", "plan", f"{tmp_path}/noisy.py:make", "--json")
     assert json.loads(done.stdout)["parameters"] == 72
     assert done.stderr.count("noise") == 3
 

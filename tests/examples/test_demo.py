@@ -1,8 +1,6 @@
 """The demo end to end: its command line as a stranger runs it, and the loop that benchmarks use."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +8,7 @@ import corpus
 import demo
 import pytest
 from gpt import ModelConfig
+from helpers import run_python
 from record import find_deviations
 from workers_scripts import run_script
 
@@ -50,8 +49,7 @@ def test_demo_writes_table_sample_records_and_report(data, tmp_path, monkeypatch
 
 
 def test_it_is_a_script_that_refuses_bad_options_before_anything_runs(tmp_path, capsys):
-    command = [sys.executable, demo.__file__, "--device", "cpu", "--steps", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run_python(demo.__file__, "--device", "cpu", "--steps", "1")
     assert result.returncode == 2
     assert "--steps 1: must be 2 or more" in result.stderr
     with pytest.raises(SystemExit) as stop:

@@ -138,10 +138,8 @@ def test_a_run_goes_on_without_its_stdout(flags, tmp_path):
     assert line.startswith(told)
     # Python itself begins without streams that are closed
     closed = [sys.executable, str(SCRIPT), *flags, "--no-tensorboard", "--run-name", "closed"]
-    assert (
-        subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "bash", *closed], timeout=240).returncode
-        == 0
-    )
+    run = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "bash", *closed], timeout=240)
+    assert run.returncode == 0
     for name in ("full", "closed"):
         (run,) = (tmp_path / "runs").glob(f"{name}-*")
         assert len(losses_of(run)) == 4

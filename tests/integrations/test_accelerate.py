@@ -1,14 +1,12 @@
 """fp8stack.integrations.accelerate: the real Accelerator on CPUs, as real processes."""
 
 import os
-import subprocess
-import sys
 
 import engines
 import helpers
 import pytest
 import torch
-from helpers import assert_same_bits, batch
+from helpers import assert_same_bits, batch, run_python
 from ranks import assert_same_on_all_ranks, run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -208,8 +206,8 @@ for call in (lambda: attach(None, None), lambda: fp8_trainer(None, "O2"), lightn
 
 
 def test_errors_say_how_to_install_a_library():
-    command = [sys.executable, "-c", ALONE]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = run_python("-c", ALONE)
+    assert result.returncode == 0, result.stderr
     for name in ("accelerate", "transformers", "lightning"):
         assert f"'fp8stack[{name}]'" in result.stdout
 

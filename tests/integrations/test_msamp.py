@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +14,7 @@ import engines
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, through_file
+from helpers import assert_same_bits, run_python, through_file
 from ranks import assert_same_on_all_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -110,7 +109,7 @@ def test_importing_it_enables_nothing_and_loads_no_framework():
         "import sys, fp8stack.integrations.msamp as m; assert m.finder._FINDER not in sys.meta_path\n"
         "m.enable(); import msamp.te; from msamp import deepspeed; print(*sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
     assert not loaded & {"deepspeed", "accelerate", "transformers", "triton"}

@@ -6,11 +6,10 @@ kernel is bound by memory on an H100; the default optimizer's has to stay well b
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 import fp8stack
 
@@ -82,16 +81,9 @@ CAST_NOTHING = {
 @pytest.fixture(scope="module")
 def compiled():
     """Run the script outside the interpreter; return its JSON."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(fp8stack.__file__).parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [sys.executable, SCRIPT, json.dumps([*BUDGETS])],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-    )
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    run = run_python(SCRIPT, json.dumps([*BUDGETS]), PYTHONPATH=path, TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -2,14 +2,12 @@
 
 import inspect
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_bits, bits
+from helpers import assert_same_bits, bits, run_python
 
 import fp8stack
 from fp8stack.errors import ConfigError
@@ -252,13 +250,7 @@ def flatten(tree):
 # --- imports
 
 
-def run_python(code, cwd=None):
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=env, timeout=120
-    )
+ON_PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_package_imports_neither_triton_nor_its_own_folders_twice():
@@ -268,7 +260,7 @@ def test_package_imports_neither_triton_nor_its_own_folders_twice():
         "print(sorted({'triton', 'kernels', 'integrations'} & (set(sys.modules) - before)))\n"
         "print(torch.cuda.is_initialized())"
     )
-    run = run_python(code)
+    run = run_python("-c", code, **ON_PATH)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split("\n")[:2] == ["[]", "False"]
 
@@ -287,7 +279,7 @@ def test_operators_run_where_triton_cannot_be_imported():
         "    warnings.simplefilter('always')\n"
         "    print(ops.kernel_backend()[0], ops.kernel_backend()[0], len(caught), caught[0].message)\n"
     )
-    run = run_python(code)
+    run = run_python("-c", code, **ON_PATH)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(
         "torch.Size([3, 2])\nreference reference 1 Triton cannot be imported"

@@ -1,26 +1,18 @@
 """What is shipped, what it costs to import, and that the layout's guards hold."""
 
 import ast
-import os
-import subprocess
-import sys
 import zipfile
 
 import code_size
 import pytest
+from helpers import run_python
 
 ROOT = code_size.ROOT
 
 
-def python(code, cwd=ROOT, **environment):
+def python(code):
     """Run code in a fresh interpreter without the repository on its path unless installed."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    return run_python("-c", code, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -28,12 +20,8 @@ def test_the_wheel_contains_every_module_and_nothing_else(tmp_path):
     # Modules that were deleted since may still lie in the repository's own build folder.
     config = tmp_path / "build.cfg"
     config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DIST_EXTRA_CONFIG": str(config)},
-    )
+    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT]
+    run_python(*build, DIST_EXTRA_CONFIG=str(config)).check_returncode()
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     folders = {"fp8stack": ROOT / "fp8stack", "fp8stack/kernels": ROOT / "kernels"}

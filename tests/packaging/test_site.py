@@ -1,23 +1,17 @@
 """The documentation as a site: every page in it, every link in it leads somewhere, and Markdown that was understood."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from helpers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # --quiet would undo --strict
-    result = subprocess.run(
-        [*command, "--config-file", ROOT / "mkdocs.yml", "--site-dir", tmp_path],
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = ["-m", "mkdocs", "build", "--strict"]  # --quiet would undo --strict
+    command += ["--config-file", ROOT / "mkdocs.yml", "--site-dir", tmp_path]
+    result = run_python(*command, cwd=tmp_path, NO_MKDOCS_2_WARNING="1")
     assert result.returncode == 0, result.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     for name in pages:
