@@ -16,4 +16,10 @@ if "05_deepspeed" in sys.argv[0]:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if "07_hf_trainer" in sys.argv[0]:
+    import transformers
+
+    small = {"hidden_size": 128, "intermediate_size": 384}
+    full = transformers.LlamaConfig
+    transformers.LlamaConfig = lambda **sizes: full(**sizes | small)
 runpy.run_path(sys.argv[0], run_name="__main__")
