@@ -454,14 +454,13 @@ def specializations():
 
 
 def targets_of(cases, measured):
-    """Return the architectures of each case: both of a measured one with casts of the hardware, in which alone code
-    differs, of the first with such casts where none is measured, and of a kernel's only case. The others take turns."""
+    """Return the architectures of each case: both where it is measured or its kernel has no other such case to show the
+    casts of the hardware, in which alone their code differs. The others take turns."""
     targets, counts, turns = {}, Counter(name for name, *_ in cases), Counter()
     shown = {name for name, _ in measured}
     for name, label, *_, constants in cases:
-        both = "HARDWARE" in constants and ((name, label) in measured or name not in shown)
-        shown |= {name} if both else set()
-        both |= counts[name] == 1
+        alone = counts[name] == 1 or ("HARDWARE" in constants and name not in shown)
+        both = (name, label) in measured or alone
         targets[name, label] = ARCHITECTURES if both else ARCHITECTURES[1 - turns[name] % 2 :][:1]
         turns[name] += not both
     return targets
