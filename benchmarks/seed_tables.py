@@ -112,16 +112,23 @@ def steps_to_loss(records: list[Record]) -> list[str]:
 def fine_tuning(records: list[Record]) -> list[str]:
     """Return a row for each variant of fine_tuning.py: how much worse its weights are than bf16's of the same seeds."""
     rows: list[tuple[str, ...]] = []
-    found = by_name(records)
-    base = found.pop(BASE)
-    for variant, runs in found.items():
-        cells = []
-        for key in ("loss_in_bf16", "loss_in_own"):
-            off = [r[key] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
-            mean, half = over_seeds(off)
-            cells.append(f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}"))
-        more = [extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()]
-        rows.append((variant, str(len(runs)), *cells, within(over_seeds(more))))
+    alike: dict[
+        str, list[Record]
+    ] = {}  # runs are compared with those of as many steps and the same trained parameters
+    for r in records:
+        trained = "" if r["params"]["train"] == ["*"] else f" of `{' '.join(r['params']['train'])}`"
+        alike.setdefault(f"{r['params']['steps']} steps{trained}", []).append(r)
+    for title, own in alike.items():
+        found = by_name(own)
+        base = found.pop(BASE)
+        for variant, runs in found.items():
+            cells = []
+            for key in ("loss_in_bf16", "loss_in_own"):
+                off = [r[key] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
+                mean, half = over_seeds(off)
+                cells.append(f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}"))
+            more = [extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()]
+            rows.append((f"{variant}, {title}", str(len(runs)), *cells, within(over_seeds(more))))
     heads = ("above bf16, evaluated in bf16", "in its own products", "more steps than bf16")
     return lines(("trained at", "seeds", *heads), rows)
 

@@ -109,9 +109,8 @@ def find(numbers: Numbers, recipes: Mapping[str, Any]) -> list[Finding]:
         name of its module, and its products in bfloat16.
     """
     found: list[Finding] = []
-    told: dict[
-        tuple[str, str], set[str]
-    ] = {}  # layers by number and operand: of each the first rule that it breaks
+    # layers by number and operand: of each the first rule that it breaks
+    told: dict[tuple[str, str], set[str]] = {}
     for rule, kind in itertools.product(RULES, OPERANDS):
         field, sign = rule.field, 1 if rule.above else -1
         if kind not in rule.operands:

@@ -301,7 +301,7 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
     fmt, fmt_t, _ = FORMATS[options.formats]
     amax, another = None, transposed and fmt_t is not fmt
     if options.fp8_recipe == "blockwise":
-        return Operand(*ops.cast_1x128(x, fmt, True, transposed, True))
+        return Operand(*ops.cast_1x128(x, fmt, True, transposed, squares_t=True))
     if options.fp8_recipe == "rowwise":
         by_row = _by_rows(x, fmt)
         by_column = _by_rows(x, fmt_t, transposed=True) if transposed else by_row

@@ -77,10 +77,8 @@ def cast_128x128(
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
     plain = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
-    found, none = (
-        results(x, fmt, (True, True), codes, transposed),
-        x.new_empty((0, 0), dtype=fmt.dtype),
-    )
+    found = results(x, fmt, (True, True), codes, transposed)
+    none = x.new_empty((0, 0), dtype=fmt.dtype)
     found[1][:cols], found[3][:rows] = (scale.t() if codes else 0.0), (scale if transposed else 0.0)
     return plain if codes else none, found[1], transpose(plain) if transposed else none, found[3]
 

@@ -109,3 +109,20 @@ def test_kinds_are_those_of_the_layers():
     assert gradient_noise.kind_of("model.embed_tokens.weight") == "head"
     assert gradient_noise.kind_of("model.layers.0.mlp.up_proj.weight") == "gate + up"
     assert gradient_noise.kind_of("position.weight") == "other"
+
+
+def test_a_fine_tuning_is_compared_with_one_of_as_many_steps_and_the_same_parameters():
+    def run(variant, steps, train, loss):
+        curve = [[1, 4.0], [steps, loss]]
+        params = {"seed": 0, "steps": steps, "train": train}
+        return {
+            "variant": variant, "params": params, "loss_in_bf16": loss, "loss_in_own": loss, "validation": curve
+        }  # fmt: skip
+
+    whole, part = (200, ["*"]), (75, ["*.0.*", "*.1.*"])
+    rows = seed_tables.fine_tuning([
+        run("bf16", *whole, 2.0), run("bf16", *part, 3.0), run("O0", *part, 3.25), run("O0", *whole, 2.5),
+    ])  # fmt: skip
+    assert [row.split(" | ")[:3] for row in rows[2:]] == [
+        ["| O0, 200 steps", "1", "+0.5000"], ["| O0, 75 steps of `*.0.* *.1.*`", "1", "+0.2500"],
+    ]  # fmt: skip
