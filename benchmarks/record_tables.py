@@ -7,9 +7,9 @@ is a KeyError and not an empty cell. A variant that was measured again counts wi
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accuracy import VARIANTS
@@ -83,8 +83,8 @@ def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, 
     """Return the cells of a variant: mean, mean difference to the base, difference of each seed."""
     each = paired(values, base)
     return (
-        f"{statistics.mean(values.values()):.4f}",
-        f"{percent(statistics.mean(each))} %",
+        f"{fmean(values.values()):.4f}",
+        f"{percent(fmean(each))} %",
         f"{', '.join(map(percent, each))} %",
     )
 
@@ -107,7 +107,7 @@ WIRE = {"the hook": "hook", "`DataParallel`": "DataParallel"}
 def wire_parity() -> list[str]:
     found = by_seed("wire_parity")
     base = found["ddp bf16"]
-    mean = f"{statistics.mean(base.values()):.4f}"
+    mean = f"{fmean(base.values()):.4f}"
     rows = [("DistributedDataParallel, bfloat16", mean, "", "")]
     rows += [(name, *losses(found[variant], base)) for name, variant in WIRE.items()]
     heads = ("validation loss", "difference, mean", "of each seed")
@@ -251,29 +251,32 @@ def optimizer_accuracy() -> list[str]:
 
 LAYERS = {
     "bf16": "bf16 eager",
-    "fp8stack native": "native current",
-    "fp8stack native, no kept codes": "native current, cache off",
+    "fp8stack native": "native tokenwise",
+    "fp8stack native, current": "native current",
     "fp8stack native, delayed": "native delayed",
     "fp8stack native, blockwise": "native blockwise",
-    "fp8stack native, fused": "native fused",
+    "fp8stack native, current, fast sums": "native current, fast sums",
+    "fp8stack native, fused": "native fused, tokenwise",
+    "fp8stack native, fused, current": "native fused",
     "fp8stack native, fused, delayed": "native fused, delayed",
-    "fp8stack native, fast sums": "native current, fast sums",
     "fp8stack native, fused, delayed, fast sums": "native fused, delayed, fast sums",
-    "fp8stack native, fused, no kept codes": "native fused, cache off",
     "TransformerEngine, current": "te current",
     "TransformerEngine, delayed": "te delayed",
     "TransformerEngine, blockwise": "te blockwise",
     "TransformerEngine, fused modules, current": "te current, fused LN",
     "TransformerEngine, fused modules, delayed": "te delayed, fused LN",
+    "TransformerEngine, fused modules, blockwise": "te blockwise, fused LN",
     "torchao, tensorwise": "torchao tensorwise",
     "torchao, rowwise": "torchao rowwise",
     "bf16, compiled": "bf16 compile",
-    "fp8stack native, compiled": "native current compile",
+    "fp8stack native, compiled": "native tokenwise compile",
+    "fp8stack native, current, compiled": "native current compile",
     "fp8stack native, delayed, compiled": "native delayed compile",
+    "fp8stack native, blockwise, compiled": "native blockwise compile",
+    "fp8stack native, fused, compiled": "native fused, tokenwise compile",
     "fp8stack native, fused, delayed, compiled": "native fused, delayed compile",
     "fp8stack native, fused, delayed, fast sums, compiled": "native fused, delayed, fast sums compile",
     "torchao, tensorwise, compiled": "torchao tensorwise compile",
-    "torchao, rowwise, compiled": "torchao rowwise compile",
 }
 
 
@@ -466,6 +469,60 @@ def trained_model() -> list[str]:
     )
 
 
+RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py call it
+    "bf16": ("", "bf16", "bf16 eager", ""),
+    'all in FP8, one scale a tensor (`head="fp8", fp8_recipe="current"`)': (
+        "current, head fp8", "", "", "O0, current, head fp8",
+    ),
+    '`"current"`': ("current", "O2, current", "native current", ""),
+    "default": ("default", "O2", "native tokenwise", "O0"),
+    '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise", "O0, blockwise"),
+    "default, attention in bf16, `first_last=2`": (
+        "default, attention in bf16, first_last=2", "O2, accurate", "", "",
+    ),
+}  # fmt: skip
+
+
+@table("recipes")
+def recipes() -> list[str]:
+    """Tabulate what the default was chosen by: KL, time and memory of each recipe, and what fine-tuning loses."""
+    kl = by_variant(read("accuracy", model="smollm2-135m"))
+    tuned: dict[str, list[Record]] = {}
+    for r in read("fine_tuning", model="smollm2-135m", steps=200, train=["*"]):
+        tuned.setdefault(r["variant"], []).append(r)
+    (*_, last) = (
+        r for r in read("real_models", model="llama-1b") if r["variant"] == "O2, accurate"
+    )
+    whole = by_variant(
+        r for r in read("real_models", model="llama-1b") if r["time"] == last["time"]
+    )
+    blocks, rows = layers(), []
+    for words, (accuracy, model, part, training) in RECIPES.items():
+        step, block = whole.get(model), blocks.get(part)
+        damage = [r["value"] for r in tuned.get(training, [])]
+        cells = [f"{kl[accuracy]['kl']:.4f}" if accuracy else ""]
+        cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
+        cells += (
+            [f"{step['value']:.1f}", f"{whole['bf16']['value'] / step['value']:.2f}"]
+            if step
+            else ["", ""]
+        )
+        cells += [f"{step['peak_gib']:.1f}" if step else ""]
+        compiled = blocks.get(f"{part.removesuffix(' eager')} compile")
+        cells += [f"{b['value']:.1f}" if b else "" for b in (block, compiled)]
+        rows.append((words, *cells))
+    heads = (
+        "KL",
+        "fine-tuning, nats (seeds)",
+        "a step of Llama-3.2-1B at O2, ms",
+        "× bf16",
+        "GiB",
+        "four blocks of Llama-3-8B, ms",
+        "compiled",
+    )
+    return lines(("", *heads), rows)
+
+
 MODELS = {
     "llama-1b": "Llama-3.2-1B", "llama-8b-4": "4 layers of Llama-3-8B", "gpt2": "GPT-2 124M", "vit-l": "ViT-L/16",
     "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",
@@ -478,7 +535,7 @@ def real_models() -> list[str]:
     """Tabulate whole steps of transformers' models; what was not run has a dash."""
     rows = []
     for model, words in MODELS.items():
-        found = by_variant(read("real_models", model=model))
+        found = by_variant(r for r in read("real_models", model=model) if "H100" in r["gpu"])
         base, o2 = found.get("bf16"), found["O2"]
         cells = [f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
         cells += [f"{found[v]['speedup']:.2f}" for v in ("O0", "O1")]

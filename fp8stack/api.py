@@ -130,7 +130,8 @@ def decide(
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
-    recipe = with_scales(recipe, compute, device)
+    given = recipe
+    recipe, partly = with_scales(recipe, compute, device)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
         fallbacks.append(
@@ -138,7 +139,7 @@ def decide(
             'for that. Use another optimizer, or opt_level="O0" with compute="bf16"'
         )
     recipe, replaced = choose_stepper(recipe, optimizer, device)
-    fallbacks += [*replaced, *idle]
+    fallbacks += [*partly, *replaced, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     owned = {p for group in groups for p in group["params"]} - left_alone
@@ -153,7 +154,7 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
-    fallbacks += _without_effect(model, recipe, compute, layers, bare)
+    fallbacks += _without_effect(model, given, compute, layers, bare)
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -400,12 +401,22 @@ def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str, list
     raise errors.UnsupportedDeviceError(f"{told}. Use {', or '.join(remedies)}.")
 
 
-def with_scales(recipe: Recipe, compute: str, device: torch.device) -> Recipe:
-    """Return the recipe with the scales that "auto" stands for where `compute` multiplies."""
-    if recipe.fp8_recipe != "auto" or compute == "bf16":
-        return recipe
-    by_token = compute == "native" and capability.native_recipe("tokenwise", device)
-    return replace(recipe, fp8_recipe="tokenwise" if by_token else "current")
+def with_scales(recipe: Recipe, compute: str, device: torch.device) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the scales that `compute` has on `device`, and what falls back.
+
+    "auto" becomes what it stands for, and "forward-bf16", whose gradients need block scales, "bf16" without them.
+    """
+    native, told = compute == "native", list[str]()
+    if recipe.fp8_recipe == "auto" and compute != "bf16":
+        by_token = native and capability.native_recipe("tokenwise", device)
+        recipe = replace(recipe, fp8_recipe="tokenwise" if by_token else "current")
+    if native and not (blocks := capability.native_recipe("blockwise", device)):
+        asked = recipe.head, *(how for _, how in recipe.precision_for)
+        told += [f'"forward-bf16" is "bf16" here: {blocks.reason}'] * ("forward-bf16" in asked)
+        whole = [(name, how.removeprefix("forward-")) for name, how in recipe.precision_for]
+        head = "fp8" if recipe.head == "fp8" else "bf16"
+        recipe = replace(recipe, head=head, precision_for=whole)
+    return recipe, told
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:

@@ -209,9 +209,7 @@ class _Master:
 
 
 def convert_optimizer(
-    optimizer: torch.optim.Optimizer,
-    session: Session,
-    formats: dict[nn.Parameter, tuple[str, str]],
+    optimizer: torch.optim.Optimizer, session: Session, formats: dict[nn.Parameter, tuple[str, str]]
 ) -> torch.optim.Optimizer:
     """Return the optimizer that steps at this level; the given one where its states stay as they are."""
     recipe = session.recipe

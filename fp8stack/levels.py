@@ -103,8 +103,8 @@ class Recipe:
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
     head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16", logits
-        in bfloat16 and the products of their gradients in FP8; with TransformerEngine that is "bf16". "auto":
-        "forward-bf16" where such a layer is found.
+        in bfloat16 and the products of their gradients in FP8, with block scales; without these, and with
+        TransformerEngine, that is "bf16". "auto": "forward-bf16" where such a layer is found.
     first_last: so many blocks at the start and at the end of the model multiply in bfloat16.
     wgrad: "bf16" makes the gradients of weights in bfloat16, "fp8" in FP8.
     precision_for: how single layers multiply: a dict from fnmatch patterns of module names to "fp8", "forward-bf16",

@@ -351,9 +351,7 @@ matmul_blocks = _operator(
     lambda a, a_scale, b, b_scale, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
 )
 cast_rows = _operator(
-    "cast_rows(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)",
-    by_row.cast_rows,
-    _by_row,
+    "cast_rows(Tensor x, str fmt) -> (Tensor, Tensor, Tensor)", by_row.cast_rows, _by_row
 )
 matmul_rows = _operator(
     "matmul_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool fast) -> Tensor",

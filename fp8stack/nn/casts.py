@@ -199,6 +199,11 @@ class Products:
         """Whether no product reads the weight itself."""
         return not {"forward", "dgrad"}.intersection(self.in_bf16.split())
 
+    @property
+    def scaling(self) -> tuple[str, str]:
+        """The key of FORMATS and the recipe of scales; where only gradients are in FP8, of blocks (`precision.py`)."""
+        return ("e4m3", "blockwise") if "forward" in self.in_bf16 else (self.name, self.fp8_recipe)
+
     def options(self, train: bool, dtype: torch.dtype, backward: bool = False) -> Options:
         """Return the settings that forward and backward need; `backward`: there will be one, to x or a weight."""
         # With one state for one input its casts are equal calls, which a graph with a backward merges.
@@ -206,7 +211,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, self.in_bf16, train, dtype, x, w, g,
+            DIGEST, self.turned, *self.scaling, self.fast, self.in_bf16, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
 
@@ -216,7 +221,7 @@ class Products:
         return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.fp8_recipe}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"
+        return f"{', '.join(self.scaling)}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out a monitor's probe, and the last scale: a copy's weight may move to another device."""

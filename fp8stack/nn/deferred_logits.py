@@ -194,7 +194,7 @@ class FusesLoss(Fused):
     @staticmethod
     def mixin_methods(cls: Any) -> dict[str, Any]:
         """Return the forward and the loss function of `cls`."""
-        place = _place_of_labels(cls)
+        place = [*inspect.signature(cls.forward).parameters].index("labels") - 1
 
         @functools.wraps(cls.forward, updated=())
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,10 +221,6 @@ class FusesLoss(Fused):
 
         setter = cls.loss_function.fset
         return {"forward": forward, "loss_function": property(loss_function, setter)}
-
-
-def _place_of_labels(cls: Any) -> int:
-    return [*inspect.signature(cls.forward).parameters].index("labels") - 1
 
 
 def _is_causal(function: Any) -> bool:

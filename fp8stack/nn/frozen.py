@@ -196,14 +196,14 @@ def values_of(x: Any) -> Any:
 
 
 def choose_frozen(
-    model: nn.Module, chosen: set[nn.Module], skipped: dict[str, str], compute: str, blocks: bool
+    model: nn.Module, chosen: dict[nn.Module, bool], skipped: dict[str, str], compute: str
 ) -> list[tuple[str, nn.Parameter, str]]:
     """Return the frozen weights of layers by name, each with the reason for which it stays as it is, "" if it does not.
 
-    chosen: the modules that are to multiply in FP8 or bfloat16. skipped: reasons of others, by name. `blocks`: products
-    have block scales.
+    chosen: the modules that are to multiply in FP8 or bfloat16, and whether a product of theirs has block scales.
+    skipped: reasons of others, by name.
     """
-    found, unit = {}, BLOCK if blocks else ALIGNMENT
+    found = {}
     owners = defaultdict[Any, list[nn.Module]](list)
     for module in model.modules():
         for p in module._parameters.values():
@@ -212,7 +212,7 @@ def choose_frozen(
         p = module._parameters.get("weight")
         if p is None or p.requires_grad or not_plain(p) or not kind_of(module):
             continue
-        reason = skipped.get(name, "")
+        reason, unit = skipped.get(name, ""), BLOCK if chosen.get(module) else ALIGNMENT
         if compute == "te":
             reason = 'TransformerEngine reads it; compute="native" takes it'
         elif others := [m for m in owners[p] if m not in chosen and m is not module]:

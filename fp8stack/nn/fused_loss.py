@@ -10,9 +10,9 @@ so `dx` and the sum of `dw` are all that is kept for backward, which multiplies 
 is one product less than computing logits again in backward, and the way of Liger Kernel and of torchtune's losses.
 
 Products are those of the head: in the dtype of the input, bfloat16 (`head="bf16"`), or FP8, all of them or those of
-gradients (`head="forward-bf16"`), whose scales are of a chunk. Softmax and loss are float32, as transformers has them;
-`dlogits` is written over the logits in their dtype (`kernels/cross_entropy.py`). `dw` is summed over chunks in float32:
-in bfloat16 each chunk would round the sum anew.
+gradients (`head="forward-bf16"`). A scale of a tensor is that of a chunk. Softmax and loss are float32, as transformers
+has them; `dlogits` is written over the logits in their dtype (`kernels/cross_entropy.py`). `dw` is summed over chunks
+in float32: in bfloat16 each chunk would round the sum anew.
 
 A chunk has as many rows as a hidden state has elements, 1,024 at least. Its logits then have as many elements as the
 weight, so that neither they nor the sum of `dw`, which each chunk reads and writes, outgrow the other.

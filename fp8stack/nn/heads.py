@@ -5,9 +5,11 @@ On a trained model this one product moves the distribution of the next token as 
 them. So `head=` says how it multiplies:
 
     "bf16"           all three products in bfloat16
-    "forward-bf16"   logits in bfloat16; the gradients of input and weight in FP8, which is most of the time saved
+    "forward-bf16"   logits in bfloat16; the gradients of input and weight in FP8, which is most of the time saved,
+                     with block scales (`precision.py` says why)
     "fp8"            as any other layer
-    "auto"           "forward-bf16" where such a layer is found; with TransformerEngine "bf16"
+    "auto"           "forward-bf16" where such a layer is found; "bf16" with TransformerEngine, and where there are no
+                     products with block scales
 
 A layer is a head if its weight is an embedding's. So is one outside lists of blocks with a usual name, if it has as
 many outputs as the largest embedding has rows, or somewhat more (vocabularies are padded). Where there is none of

@@ -35,11 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode_temporarily,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from fp8stack.formats import FLOATS
 from fp8stack.levels import PRECISIONS, Recipe

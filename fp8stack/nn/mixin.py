@@ -83,10 +83,7 @@ def _new(mixins: tuple[type[Mixin], ...], cls: type[nn.Module], *args: Any) -> n
 
 
 def mix(
-    module: nn.Module,
-    mixin: type[Mixin],
-    cls: type[nn.Module] | None = None,
-    **attributes: object,
+    module: nn.Module, mixin: type[Mixin], cls: type[nn.Module] | None = None, **attributes: object
 ) -> None:
     """Give a module the class that has `mixin` before `cls`, by default its own, and the attributes it needs."""
     mixed: Any = mixed_class(mixin, cls or type(module))

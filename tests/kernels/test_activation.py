@@ -6,15 +6,7 @@ where a derivative is next to zero, as what is left there is what rounding left.
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    INPUTS,
-    OCP,
-    assert_nearly_the_same,
-    assert_same_bits,
-    every_two,
-    grid,
-)
+from helpers import DTYPES, INPUTS, OCP, assert_nearly_the_same, assert_same_bits, every_two, grid
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import activation as triton

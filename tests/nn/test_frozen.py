@@ -517,6 +517,6 @@ def test_what_would_lose_weights_is_refused_or_named():
 def test_weights_without_data_are_not_looked_at():
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-    ((name, _, reason),) = choose_frozen(model, set(model), {}, "native", False)
+    ((name, _, reason),) = choose_frozen(model, dict.fromkeys(model, False), {}, "native")
     assert name == "0.weight"
     assert reason.startswith("torch cannot replace it")  # whose mode refers to it

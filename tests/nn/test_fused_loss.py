@@ -258,7 +258,7 @@ def test_no_tensor_has_a_logit_for_each_row_and_word(how):
     labels = torch.randint(WORDS, (4096,))
     with Largest() as seen:
         linear_cross_entropy(x, head, labels).backward()
-    assert seen.most <= 1024 * 704  # words in multiples of 16
+    assert seen.most <= 1024 * 768  # words in multiples of 128
     with Largest() as seen:
         F.cross_entropy(head(x), labels).backward()
     assert seen.most >= 4096 * WORDS

@@ -5,17 +5,18 @@ import copy
 import pytest
 import torch
 from helpers import assert_same_bits
-from layers import conv1d
 from torch import nn
 from torch.nn import functional as F
 
 import fp8stack
+from fp8stack import capability
+from fp8stack.capability import Answer
 from fp8stack.comm.fsdp import _weights
 from fp8stack.errors import Fp8StackWarning
 from fp8stack.nn import scaling_state
 from fp8stack.nn.convert import choose_layers
 from fp8stack.nn.heads import find_heads
-from fp8stack.nn.linear import Bf16Layer, Fp8Layer, bf16_matmul
+from fp8stack.nn.linear import Bf16Layer, Fp8Layer
 from fp8stack.nn.mlp import fuse
 
 WORDS, WIDTH = 320, 64
@@ -133,13 +134,8 @@ def test_logits_stay_bfloat16_s_in_a_fused_mlp():
 
 def test_heads_of_transformers_are_found():
     transformers = pytest.importorskip("transformers")
-    small = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 96,
-    }
-    sizes = {**small, "hidden_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}  # places
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"vocab_size": 96, "hidden_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
     t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
     gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 192, "vocab_size": 96}
     for kind, config in (
@@ -152,31 +148,6 @@ def test_heads_of_transformers_are_found():
         with torch.device("meta"):
             model = getattr(transformers, kind)(config)
         assert find_heads(model) == ({model.get_output_embeddings()} - {None}), kind
-
-
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_bfloat16_s_and_gradients_fp8_s(recipe, turned, dtype, device):
-    """Bit for bit: of an ordinary product in bfloat16, and of an FP8 layer."""
-    layer = conv1d(WIDTH, WORDS) if turned else nn.Linear(WIDTH, WORDS)
-    plain = nn.Sequential(nn.Embedding(WORDS, WIDTH), layer).to(device, dtype)
-    x, layers, inputs = torch.randn(96, WIDTH, device=device, dtype=dtype), [], []
-    for head in ("fp8", "forward-bf16"):
-        model = copy.deepcopy(plain)
-        fp8stack.initialize(model, None, "O0", head=head, fp8_recipe=recipe, select="all")
-        layers.append(model[1])
-        inputs.append(x.clone().requires_grad_())
-    fp8, head = layers
-    gradient = torch.randn(96, WORDS, device=device, dtype=dtype)
-    y = head(inputs[1])
-    weight = head.weight.t() if turned else head.weight
-    assert_same_bits(y, bf16_matmul(inputs[1], weight, head.bias, ""))
-    y.backward(gradient)
-    fp8(inputs[0]).backward(gradient)
-    assert_same_bits(inputs[1].grad, inputs[0].grad)
-    assert_same_bits(head.weight.grad, fp8.weight.grad)
-    assert_same_bits(head.bias.grad, fp8.bias.grad)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +192,59 @@ def test_a_head_in_bfloat16_is_said_stored_and_restored():
         assert_same_bits(value, state[key])
 
 
-def test_a_head_whose_forward_is_in_bfloat16_has_histories_of_input_and_gradient():
-    model, optimizer = initialized(head="forward-bf16", recipe="delayed")
+@pytest.mark.parametrize("recipe", ["current", "tokenwise", "delayed"])
+def test_gradients_of_logits_have_block_scales_whatever_the_recipe(recipe):
+    model, optimizer = initialized(head="forward-bf16", recipe=recipe)
     train(model, optimizer, 2)
     assert isinstance(model.lm_head, Fp8Layer)
-    assert "delayed, in bf16: forward" in repr(model.lm_head)
-    assert scaling_state(model)["lm_head.casts"].tolist() == [1, 2]  # as any layer's
+    assert "e4m3, blockwise, in bf16: forward" in repr(model.lm_head)
+    if recipe == "delayed":
+        assert scaling_state(model)["lm_head.casts"].tolist() == [0, 0]
+
+
+def test_gradients_of_logits_go_on_summing_to_zero():
+    """So nothing pushes hidden states along what words have in common, as one scale a tensor does."""
+    torch.manual_seed(0)
+    logits, labels = 3 * torch.randn(512, 1024), torch.randint(1024, (512,))
+    gradient = logits.softmax(-1) - F.one_hot(labels, 1024)
+    plain, errors = nn.Sequential(nn.Embedding(1024, 128), nn.Linear(128, 1024, False)), []
+    nn.init.ones_(
+        plain[1].weight
+    )  # which E4M3 holds: an input's gradient is the sum of a row's codes
+    for head in ("forward-bf16", "fp8"):
+        model, x = copy.deepcopy(plain), torch.randn(512, 128, requires_grad=True)
+        fp8stack.initialize(model, None, "O0", head=head, fp8_recipe="current", select="all")
+        model[1](x).backward(gradient)
+        errors.append(x.grad[:, 0].square().mean().sqrt().item())
+    assert errors[0] < 0.005
+    assert errors[1] > 0.02
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"head": "forward-bf16"}, {"precision_for": {"0": "forward-bf16"}}]
+)
+def test_without_products_of_blocks_a_layer_is_in_bfloat16_as_a_whole(
+    options, monkeypatch, recwarn
+):
+    monkeypatch.setattr(
+        capability, "native_recipe", lambda name, _: Answer(name != "blockwise", "no")
+    )
+    model = nn.Sequential(nn.Linear(32, 32), nn.Embedding(WORDS, 32), nn.Linear(32, WORDS))
+    fp8stack.initialize(model, None, "O0", select="all", **options)
+    report = fp8stack.get_report(model)
+    assert report.fallbacks == ['"forward-bf16" is "bf16" here: no'] * bool(options)
+    assert report.heads == ["2"]
+    assert isinstance(model[0], Bf16Layer if "precision_for" in options else Fp8Layer)
+
+
+def test_a_frozen_head_needs_sizes_that_its_blocks_divide():
+    for words, kept in ((256, True), (240, False)):
+        model = nn.Sequential(nn.Embedding(words, 128), nn.Linear(128, words)).requires_grad_(False)
+        fp8stack.initialize(model, None, "O0", frozen="fp8", head="forward-bf16")
+        assert ("1.weight" in fp8stack.get_report(model).frozen) == kept
+        x = torch.randn(4, 128, requires_grad=True)
+        model[1](x).sum().backward()
+        assert x.grad.isfinite().all()
 
 
 def test_by_hand_the_record_says_which_products_are_left():

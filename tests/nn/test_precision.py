@@ -67,7 +67,8 @@ def test_each_product_is_bfloat16_s_or_fp8_s_bit_for_bit(precision, turned, reci
     made = []
     for how in ("fp8", precision):
         model = copy.deepcopy(plain)
-        options = {"fp8_recipe": recipe, "precision_for": {"0": how}, "select": "all"}
+        scales = "blockwise" if (how, precision) == ("fp8", "forward-bf16") else recipe
+        options = {"fp8_recipe": scales, "precision_for": {"0": how}, "select": "all"}
         fp8stack.initialize(model, None, "O0", compute="native", **options)
         made.append(gradients(model[0], x, gradient))
     in_fp8, found = made
@@ -88,15 +89,8 @@ def test_each_product_is_bfloat16_s_or_fp8_s_bit_for_bit(precision, turned, reci
 
 
 def test_later_options_win_and_the_card_says_which():
-    model, _ = started(
-        wgrad="bf16",
-        first_last=1,
-        precision_for={
-            "*_proj": "forward-bf16",
-            "*.k_proj": "fp8",
-            "layers.0.down": "backward-bf16",
-        },
-    )
+    named = {"*_proj": "forward-bf16", "*.k_proj": "fp8", "layers.0.down": "backward-bf16"}
+    model, _ = started(wgrad="bf16", first_last=1, precision_for=named)
     found = {n: m.products.in_bf16 for n, m in model.named_modules() if isinstance(m, Fp8Layer)}
     in_bf16 = [n for n, m in model.named_modules() if isinstance(m, Bf16Layer)]
     assert in_bf16 == ["layers.4.down"]
@@ -107,9 +101,8 @@ def test_later_options_win_and_the_card_says_which():
     report = str(fp8stack.get_report(model))
     assert "5 × forward and wgrad in bf16: layers.0.q_proj, ..." in report
     assert "4 × wgrad in bf16: layers.1.down, ..." in report
-    assert fp8stack.get_report(model).outside == {
-        "layers.4.down.weight": "first_last=1 leaves its block in bfloat16"
-    }
+    whole = {"layers.4.down.weight": "first_last=1 leaves its block in bfloat16"}
+    assert fp8stack.get_report(model).outside == whole
     assert "dgrad wgrad" in repr(model.layers[0].down)
 
 

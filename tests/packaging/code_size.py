@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 18_265
-TESTS_CAP = 29_359
+LIBRARY_CAP = 18_264
+TESTS_CAP = 29_358
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
