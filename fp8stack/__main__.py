@@ -1,24 +1,26 @@
-"""The program `fp8stack`, also run as `python -m fp8stack`: its commands are the modules of `fp8stack/cli/`.
+"""The program `fp8stack`, also run as `python -m fp8stack`: its commands are modules of `fp8stack/cli/`.
 
     fp8stack doctor      what this machine can run, and what is wrong with it
     fp8stack plan train.py:build_model
 
 Each command has --help and --json. Without a command the help is printed. Exit status: 0 for success, 1 where the
 answer is no (doctor found trouble), 2 for wrong arguments or files (one line on stderr says which), 130 for Ctrl-C.
+Until a command runs, no torch is imported: help, errors and a shell's completion (argcomplete) take a tenth of a
+second.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from fp8stack import __version__
-from fp8stack.cli import convert, doctor, estimate, inspect, plan, tune
 from fp8stack.cli.output import Parser, keep_stdout
+from fp8stack.cli.parsers import COMMANDS
 from fp8stack.errors import Fp8StackError, did_you_mean, reason_of
-
-COMMANDS = (doctor, plan, tune, estimate, inspect, convert)
+from fp8stack.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fp8stack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for module in COMMANDS:
-        module.add_parser(commands)
+    for add in COMMANDS.values():
+        add(commands)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         parser.print_help(sys.stderr)
@@ -43,13 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error(
             f"unrecognized arguments: {' '.join(unknown)}.{meant} Options go behind {options.command}."
         )
-    runs = {m.__name__.rpartition(".")[2]: m.run for m in COMMANDS}
     # Its CPU backend logs a warning about kernels that no command needs.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     if arguments is None:
         keep_stdout()
     try:
-        status: int = runs[options.command](options)
+        status: int = import_module(f"fp8stack.cli.{options.command}").run(options)
     except Fp8StackError as error:
         command.error(str(error))
     except OSError as error:  # of a file, or of stdout, which has no name

@@ -402,10 +402,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str, list
 
 
 def with_scales(recipe: Recipe, compute: str, device: torch.device) -> tuple[Recipe, list[str]]:
-    """Return the recipe with the scales that `compute` has on `device`, and what falls back.
-
-    "auto" becomes what it stands for, and "forward-bf16", whose gradients need block scales, "bf16" without them.
-    """
+    """Return the recipe with the scales and heads that "auto" stands for on `device`, and what falls back."""
     native, told = compute == "native", list[str]()
     if recipe.fp8_recipe == "auto" and compute != "bf16":
         by_token = native and capability.native_recipe("tokenwise", device)

@@ -12,8 +12,8 @@ Every message is made in one place and says what was given, where, why not, and 
 `error=Fp8StackWarning` describes an option that is ignored: `idle_options` returns its message as a fallback, which
 `initialize` warns of, and refuses under `strict=True`.
 
-Limits: recipes check themselves with this module, so it imports nothing of fp8stack but the errors. It recognizes
-optimizers and wrappers by the names of their classes, and recipes by the names of their fields.
+Limits: recipes check themselves with this module, so it imports nothing of fp8stack but the errors, and no torch. It
+recognizes optimizers and wrappers by the names of their classes, and recipes by the names of their fields.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from itertools import product
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ConfigError, Fp8StackError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # Places: the caller says which of them hold.
 INITIALIZE = "fp8stack.initialize"
@@ -50,11 +51,7 @@ NO_COUNTERPART = "an optimizer without a counterpart"
 IS_SGD = "SGD"
 NOT_ON_BITSANDBYTES = "bitsandbytes, which has no counterpart"
 
-TORCH_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adam", "AdamW", "SGD", "Muon")
-    if hasattr(torch.optim, name)  # torch has Muon from 2.9 on
-)
+TORCH_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Muon")  # torch has Muon from 2.9 on
 """The exact types that O2 converts. A subclass may do anything in its step, so it is not taken for its base."""
 
 UNCONVERTED = ("amsgrad", "differentiable")
@@ -109,7 +106,7 @@ _CONVERTED = setting("states", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32")
 _BLOCK_SCALES = setting("fp8_recipe", "blockwise", "mxfp8", "nvfp4")
 
 _FLAT = "FSDP1: it joins parameters to flat vectors, which have no rows to make blocks of"
-_TORCH_NAMES = ", ".join(f"torch.optim.{kind.__name__}" for kind in TORCH_OPTIMIZERS)
+_TORCH_NAMES = ", ".join(f"torch.optim.{name}" for name in TORCH_OPTIMIZERS)
 _USE_CURRENT = 'Leave it out, or use fp8_recipe="current"'
 _USE_NATIVE = 'Use compute="native"'
 _USE_OURS = 'Use optimizer_backend="fp8stack", or an optimizer of fp8stack.optim itself'
@@ -234,7 +231,7 @@ def find_conflicts(
     if optimizer is not None:
         contexts |= {IS_SGD} if _is(optimizer, "SGD") else set()
         if not _is_ours(optimizer):
-            known = type(optimizer) in TORCH_OPTIMIZERS
+            known = any(_is(optimizer, name) for name in TORCH_OPTIMIZERS)
             contexts |= {FOREIGN} if known else {FOREIGN, NO_COUNTERPART}
     if model is not None:
         settings += wrappers_in(model)
@@ -340,13 +337,16 @@ def _is_ours(optimizer: object) -> bool:
 
 def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether this is torch's or fp8stack's optimizer of this name."""
+    own = type(optimizer)
     if not _is_ours(optimizer):
-        return type(optimizer) is getattr(torch.optim, name, None)
-    return any(kind.__name__ == name for kind in type(optimizer).__mro__)
+        return own.__name__ == name and own.__module__.startswith("torch.optim.")
+    return any(kind.__name__ == name for kind in own.__mro__)
 
 
 def wrappers_in(model: nn.Module) -> list[Setting]:
     """Return the wrappers around a model and around parts of it; raise ModelError for what is no module."""
+    from torch import nn  # here, as the program answers --help before torch is imported
+
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     result = []

@@ -37,7 +37,9 @@ from .report import Report
 from .tensor_kinds import check_dense, is_sharded, not_plain, renew_hooks
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
-    kind: getattr(optim, kind.__name__) for kind in conflicts.TORCH_OPTIMIZERS
+    getattr(torch.optim, name): getattr(optim, name)
+    for name in conflicts.TORCH_OPTIMIZERS
+    if hasattr(torch.optim, name)
 }
 """fp8stack's optimizer for each of torch's that O2 converts."""
 

@@ -51,7 +51,10 @@ def warn(message: str, stacklevel: int = 2) -> None:
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return ` Did you mean "x"?` for the nearest known name, or an empty string."""
     close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    return _ELSEWHERE.get(given) or (f' Did you mean "{close[0]}"?' if close else "")
+
+
+_ELSEWHERE = {"O3": ' MS-AMP has an O3; what it does is "O2" here.'}
 
 
 def first_line(error: BaseException) -> str:

@@ -15,62 +15,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 from .conflicts import refuse_conflicts
 from .errors import ConfigError, did_you_mean
 
-CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "compute": ("auto", "te", "native", "bf16"),
-        "fp8_format": ("hybrid", "e4m3", "e5m2"),
-        "fp8_recipe": (
-            "auto",
-            "current",
-            "tokenwise",
-            "rowwise",
-            "delayed",
-            "blockwise",
-            "mxfp8",
-            "nvfp4",
-        ),
-        "amax_compute_algo": ("max", "most_recent"),
-        "select": ("auto", "all"),
-        "head": ("auto", "fp8", "forward-bf16", "bf16"),
-        "wgrad": ("fp8", "bf16"),
-        "frozen": ("keep", "fp8"),
-        "gradients": ("keep", "fp8"),
-        "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
-        "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
-        "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
-        "offload": ("none", "cpu"),
-        "fuse": (True, False),
-        "fuse_loss": (False, True),
-        "matmuls": ("auto", True, False),
-        "step_in_backward": (False, True),
-        "fp8_fast_accum": (None, False, True),
-    }
-)
-
-PRECISIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "fp8": "",
-        "forward-bf16": "forward",
-        "backward-bf16": "dgrad wgrad",
-        "wgrad-bf16": "wgrad",
-        "bf16": "forward dgrad wgrad",
-    }
-)
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "compute": ("auto", "te", "native", "bf16"),
+    "fp8_format": ("hybrid", "e4m3", "e5m2"),
+    "fp8_recipe": ("auto", "current", "tokenwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"),
+    "amax_compute_algo": ("max", "most_recent"),
+    "select": ("auto", "all"),
+    "head": ("auto", "fp8", "forward-bf16", "bf16"),
+    "wgrad": ("fp8", "bf16"),
+    "frozen": ("keep", "fp8"),
+    "gradients": ("keep", "fp8"),
+    "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
+    "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
+    "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
+    "offload": ("none", "cpu"),
+    "fuse": (True, False), "fuse_loss": (False, True), "matmuls": ("auto", True, False),
+    "step_in_backward": (False, True), "fp8_fast_accum": (None, False, True),
+}  # fmt: skip
+PRECISIONS: Mapping[str, str] = {
+    "fp8": "", "forward-bf16": "forward", "backward-bf16": "dgrad wgrad", "wgrad-bf16": "wgrad",
+    "bf16": "forward dgrad wgrad",
+}  # fmt: skip
 """How a layer multiplies, and its products that are then in bfloat16 (`fp8stack/nn/precision.py`)."""
 
 FINITE = sys.float_info.max
 _LIMITS = {
-    "fp8_margin": (0, 16),
-    "first_last": (0, FINITE),
-    "amax_history_len": (1, 2**16),
-    "min_numel": (0, FINITE),
-}
+    "fp8_margin": (0, 16), "first_last": (0, FINITE), "amax_history_len": (1, 2**16), "min_numel": (0, FINITE),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -261,17 +237,13 @@ def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
     return tuple((p, check_choice("precision", v, tuple(PRECISIONS), where)) for p, v in pairs)
 
 
-LEVELS: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "O0": Recipe("O0"),
-        "O1": Recipe("O1", gradients="fp8"),
-        "O2": Recipe("O2", gradients="fp8", states="8bit", master="auto"),
-    }
-)
+LEVELS: Mapping[str, Recipe] = {
+    "O0": Recipe("O0"),
+    "O1": Recipe("O1", gradients="fp8"),
+    "O2": Recipe("O2", gradients="fp8", states="8bit", master="auto"),
+}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"fp8-lm": MappingProxyType({"states": "fp8-lm", "master": "fp16"})}
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = {"fp8-lm": {"states": "fp8-lm", "master": "fp16"}}
 """Named sets of overrides for O2. "fp8-lm" keeps the state formats of the FP8-LM paper."""
 
 

@@ -28,12 +28,10 @@ logger = logging.getLogger("fp8stack")
 
 WIDTH = 110
 _MASTERS = {
-    "split24": "with an 8-bit remainder",
-    "split32": "with a 16-bit remainder",
-    "fp16": "with a float16 master",
-    "fp32": "with a float32 master",
+    "split24": "with an 8-bit remainder", "split32": "with a 16-bit remainder",
+    "fp16": "with a float16 master", "fp32": "with a float32 master",
     "none": "alone, rounded stochastically",
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -92,7 +90,8 @@ class Report:
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
         if self.heads:
-            lines.append(f"logits in bf16: {', '.join(self.heads)}")
+            also = ", and their gradients" * self.in_bf16.keys().isdisjoint(self.heads)
+            lines.append(f"logits in bf16{also}: {', '.join(self.heads)}")
         partly = {n: products for n, products in self.in_bf16.items() if n not in self.heads}
         for products, names in by_value(partly).items():
             told = f"{len(names)} × {products.replace(' ', ' and ')} in bf16: {names[0]}"
@@ -123,6 +122,7 @@ class Report:
             lines.append("products by bare parameters left to torch: " + "; ".join(left))
         lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
         wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="    ")
+        wrapper.break_long_words = wrapper.break_on_hyphens = False  # names are copied
         return "\n".join(map(wrapper.fill, lines)).strip()
 
 

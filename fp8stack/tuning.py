@@ -51,6 +51,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import capability
 from .api import Decisions, carry_out, decide, restore
 from .errors import ConfigError, ModelError, UnsupportedDeviceError, warn
 from .levels import LEVELS, PRECISIONS, check_number, recipe_for
@@ -353,7 +354,8 @@ class _Mixes:
         ]
         key = str((type(module), held, products_in(module)[0].least_rows))
         if key not in self.times:
-            partly = [] if isinstance(module, Fp8Experts) else ["forward-bf16"]
+            blocks = capability.native_recipe("blockwise", self.device)  # of "forward-bf16"
+            partly = ["forward-bf16"] if blocks and not isinstance(module, Fp8Experts) else []
             ways = {how: self._in_bf16(how) for how in ("fp8", *partly, "bf16")}
             with self._surroundings(grad=True):
                 self.times[key] = {how: layer_ms(module, call, own) for how, own in ways.items()}

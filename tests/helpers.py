@@ -177,15 +177,10 @@ def nearest(x: Tensor, fmt: MiniFloat) -> Tensor:
 
 
 MOMENTS = {  # the kinds of m and v that the states of an optimizer are made of
-    "8bit": ("s1e3m4", "ue3m5"),
-    "fp8": ("e4m3", "e4m3_root"),
-    "4bit": ("s1e3m4", "ue3m1"),
-    "fp8-lm": ("tensor", "tensor"),
-    "bf16": ("dense", "dithered"),
-    "fp32": ("dense", "dense"),
-    "keep": ("dense", "dense"),
-    "none": ("", ""),
-}
+    "8bit": ("s1e3m4", "ue3m5"), "fp8": ("e4m3", "e4m3_root"), "4bit": ("s1e3m4", "ue3m1"),
+    "fp8-lm": ("tensor", "tensor"), "bf16": ("dense", "dithered"), "fp32": ("dense", "dense"),
+    "keep": ("dense", "dense"), "none": ("", ""),
+}  # fmt: skip
 MASTERS = {
     "split24": "split", "split32": "split", "fp32": "dense", "fp16": "tensor", "none": "dithered", "keep": "",
 }  # fmt: skip

@@ -35,15 +35,12 @@ HERE = {
         "python examples/train_gpt.py",
         "python examples/train_gpt.py --config examples/configs/tiny.yaml --opt-level O1",
         "python examples/train_gpt.py --model gpt2 --data my_texts/ --opt-level off",
-        "python examples/train_gpt.py --help",
-        "python examples/train_gpt.py --resume latest",
+        "python examples/train_gpt.py --help", "python examples/train_gpt.py --resume latest",
         "python examples/train_gpt.py --list-checkpoints",
-        "python examples/train_gpt.py --resume latest --opt-level off",
-        f"{COMPARED} --no-fp8",
-        COMPARED,
+        "python examples/train_gpt.py --resume latest --opt-level off", f"{COMPARED} --no-fp8", COMPARED,
         "python examples/compare.py runs/tiny-bf16 runs/tiny-fp8-o2 --png difference.png",
     ],
-}
+}  # fmt: skip
 ELSEWHERE = {  # the test that runs a page's other commands
     "docs/cli.md": "tests/cli/test_documentation.py",
     "docs/estimate.md": "tests/cli/test_estimate.py",

@@ -51,13 +51,8 @@ CLIP = {
     "projection_dim": 64,
 }
 GPT2 = {
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 160,
-    "n_positions": 64,
-    "bos_token_id": 1,
-}
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 160, "n_positions": 64, "bos_token_id": 1,
+}  # fmt: skip
 GPT2 |= {"eos_token_id": 2} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 DEEPSEEK = EXPERTS | {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,

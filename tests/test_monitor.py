@@ -185,6 +185,14 @@ def test_every_recipe_is_watched(recipe):
     assert all(kinds[k]["scale"] > 0 for kinds in numbers.values() for k in "xwg")
 
 
+def test_where_the_forward_is_in_bfloat16_what_the_weights_gradient_reads_is_sampled():
+    model, x = make(precision_for={"*": "forward-bf16"}), torch.full((256, 64), 1e-5)
+    x[::128] = 1e4  # beyond E4M3's range beside it, in each square of 128
+    with Monitor(model, every=1) as monitor:
+        step(model, x)
+        assert monitor.read()["0"]["x"]["underflow"] > 0.9
+
+
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_activations_that_are_not_finite_propagate_and_are_counted(bad):
     model = make()

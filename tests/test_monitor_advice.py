@@ -261,7 +261,7 @@ LONG = {"fp8_recipe": "delayed", "fp8_format": "e4m3"}
         ({"fp8_format": "e4m3"}, 'use fp8_format="hybrid"'),
         ({}, 'use fp8_recipe="blockwise"'),
         ({"fp8_recipe": "blockwise"}, 'leave the layer out with precision_for={"0": "backward-bf16"}.'),
-        ({"precision_for": {"0": "forward-bf16"}}, 'or precision_for={"0": "bf16"}.'),
+        ({"precision_for": {"0": "forward-bf16"}}, 'leave the layer out with precision_for={"0": "bf16"}.'),
         # as after the first steps of a run without warm-up
         ({**LONG, "amax_history_len": 1024}, "use amax_history_len=16:"),
         ({**LONG, "amax_history_len": 16}, 'use fp8_format="hybrid"'),

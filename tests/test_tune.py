@@ -11,8 +11,9 @@ from layers import conv1d, experts_of
 from torch import nn
 
 import fp8stack
-from fp8stack import tuning
+from fp8stack import capability, tuning
 from fp8stack.__main__ import main
+from fp8stack.capability import Answer
 from fp8stack.cli import machine
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.levels import PRECISIONS
@@ -170,6 +171,15 @@ def test_a_bad_layer_is_found_and_the_options_give_what_was_measured(known_times
     given = precisions(model, found.options)
     assert given == {x.name: PRECISIONS[x.precision] for x in found.layers}
     assert given["blocks.1.down"] == "forward"
+
+
+def test_without_products_of_blocks_none_are_timed(known_times, monkeypatch):
+    monkeypatch.setattr(
+        capability, "native_recipe", lambda name, _: Answer(name != "blockwise", "no")
+    )
+    found = tune(Model(), TOKENS, budget=0.01)
+    assert {in_bf16 for *_, in_bf16 in known_times} == {"", BF16}
+    assert "forward-bf16" not in str(found.options)
 
 
 def test_options_that_are_given_hold(known_times):

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+
+from .other_words import ANSWERS, IDLE, NAMES
 
 KINDS = {
     "bool": "true or false",
@@ -30,6 +33,8 @@ KINDS = {
     "tuple[str, ...]": "a text, or a list of them",
 }
 WORDS = {"true": True, "false": False}
+_HELP = "python examples/train_gpt.py --help"
+_MOST_TOLD = 10  # unknown keys of a file that a message names
 TEXT = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 GIVEN = re.compile(
     rf"(?<![\w./?&(-])([a-z]\w*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|True\b|False\b|\((?:(?:{TEXT}),? ?)+\)|{TEXT})"
@@ -72,8 +77,8 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
             f"{given_as}: got None: the value is missing, which must be {describe(rule, kind)}. Give one, or leave the "
             "option out."
         )
-    if facts["word"] and value == facts["word"]:
-        return value
+    if facts["word"] and (value is True or value in (facts["word"], "true")):
+        return facts["word"]
     if value is False and "off" in facts["choices"]:
         value = "off"  # YAML reads the bare word off as false
     try:
@@ -221,7 +226,8 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
         where = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid YAML: {where}.") from error
     values = zip(lines.items(), given.values(), strict=True)
-    return {name: value if written is None else written for (name, written), value in values}
+    result = {name: value if written is None else written for (name, written), value in values}
+    return _without_idle(result, f"--config {path}: ")
 
 
 def _lines(path: str, node: Any, rules: Mapping[str, Field[Any]]) -> dict[str, str | None]:
@@ -234,13 +240,15 @@ def _lines(path: str, node: Any, rules: Mapping[str, Field[Any]]) -> dict[str, s
     if node.id != "mapping":
         raise ConfigError(f'--config {path}: must be lines of "option: value", got a {node.id}.')
     found: dict[str, str | None] = {}
-    for key, value in node.value:
-        name = str(key.value).replace("-", "_") if key.id == "scalar" else f"a {key.id}"
-        if name not in rules:
-            raise ConfigError(
-                f"--config {path}: there is no option {name!r:.80}.{did_you_mean(name, rules)} "
-                f"All options: python examples/train_gpt.py --help"
-            )
+    names = [
+        str(key.value).replace("-", "_") if key.id == "scalar" else f"a {key.id}"
+        for key, _ in node.value
+    ]
+    names = [NAMES.get(name, name) for name in names]
+    if unknown := [name for name in names if name not in rules and name not in IDLE]:
+        told = " ".join(_no_option(name, name, rules) for name in unknown[:_MOST_TOLD])
+        raise ConfigError(f"--config {path}: {told} All options: {_HELP}")
+    for name, (_, value) in zip(names, node.value, strict=True):
         if name in found:
             raise ConfigError(f"--config {path}: gives {name} twice. Leave one of them.")
         nested = value.id == "mapping" or (
@@ -250,28 +258,56 @@ def _lines(path: str, node: Any, rules: Mapping[str, Field[Any]]) -> dict[str, s
             raise ConfigError(
                 f"--config {path}: {name}: must be a value or a list of them, got a {value.id} of more than those."
             )
-        is_text = str(rules[name].type).startswith(("str", "Path", "tuple"))
+        is_text = name in rules and str(rules[name].type).startswith(("str", "Path", "tuple"))
         number = value.tag.endswith((":int", ":float", ":timestamp"))
         found[name] = value.value if is_text and number else None
     return found
+
+
+def _no_option(name: str, given: str, known: Iterable[str]) -> str:
+    """Return a sentence about an option that there is not; `given`: as it was written."""
+    if name in ANSWERS:
+        return f"there is no option {given!r:.80}: {ANSWERS[name]}."
+    return f"there is no option {given!r:.80}.{did_you_mean(given, known)}"
+
+
+def _without_idle(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """Leave out options of others that have no effect here, with a warning."""
+    for name in given.keys() & IDLE.keys():
+        told = f"{where}{name} has no effect: {IDLE[name]}."
+        warnings.warn(told, Fp8StackWarning, stacklevel=3)
+    return {name: value for name, value in given.items() if name not in IDLE}
+
+
+def _in_our_words(flag: str) -> str:
+    """Return a flag of others, or one with underscores, as it is called here: --max_lr=1 as --max-lr=1."""
+    name, equals, value = flag.partition("=")
+    if not name.startswith("--"):
+        return flag
+    plain = name[2:].replace("-", "_")
+    if plain == "auto_batch_size" and not equals:  # the word alone, which says so
+        equals, value = "=", "true"
+    return f"{as_flag(NAMES.get(plain, plain))}{equals}{value}"
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are ConfigError, with a did-you-mean for unknown flags."""
 
     def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}. All options: python examples/train_gpt.py --help")
+        raise ConfigError(f"{message}. All options: {_HELP}")
 
     def read(self, argv: list[str] | None) -> dict[str, Any]:
         """Return what was given, by name, as texts."""
-        found, unknown = self.parse_known_args(argv)
+        for name in IDLE:
+            self.add_argument(as_flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        given = sys.argv[1:] if argv is None else argv
+        found, unknown = self.parse_known_args([*map(_in_our_words, given)])
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
-            raise ConfigError(
-                f"there is no option {unknown[0]!r}.{did_you_mean(unknown[0].partition('=')[0], known)} "
-                "All options: python examples/train_gpt.py --help"
-            )
-        return vars(found)
+            flag = unknown[0].partition("=")[0]
+            told = _no_option(flag.lstrip("-").replace("-", "_"), flag, known)
+            raise ConfigError(f"{told} All options: {_HELP}")
+        return _without_idle(vars(found), "--")
 
 
 class Switch(argparse.Action):

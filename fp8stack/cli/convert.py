@@ -25,16 +25,7 @@ from fp8stack.optim.state_formats import decode_master, is_master, masters
 from fp8stack.tensor_kinds import fault_of
 
 from .inspect import Contents, place_of, read
-from .output import Commands, Lines, add_command, show, size
-
-
-def add_parser(commands: Commands) -> None:
-    brief = "the weights of a checkpoint, with all their bits, as one file"
-    parser = add_command(commands, "convert", brief)
-    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, or a folder of DCP")
-    parser.add_argument("--to", required=True, choices=("fp32", "bf16", "safetensors"))
-    ends = "by default beside CKPT; .safetensors makes it that in the dtype of --to"
-    parser.add_argument("--out", metavar="PATH", help=ends)
+from .output import Lines, show, size
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,12 +55,9 @@ def run(options: argparse.Namespace) -> int:
             f"{out} cannot be written: {reason_of(error)} Nothing is left of it."
         ) from error
     data = {
-        "out": str(out),
-        "dtype": str(dtype).removeprefix("torch."),
-        "bytes": out.stat().st_size,
-        "tensors": len(weights),
-        "masters": len(masters),
-    }
+        "out": str(out), "dtype": str(dtype).removeprefix("torch."), "bytes": out.stat().st_size,
+        "tensors": len(weights), "masters": len(masters),
+    }  # fmt: skip
     show(options, data, draw)
     return 0
 

@@ -17,16 +17,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import kernel_backend
 
 from . import deepspeed_config, machine, selftest
-from .output import Commands, Lines, add_command, show, size, table
-
-
-def add_parser(commands: Commands) -> None:
-    brief = "what this machine can run, a self-test, and known trouble; or that of a DeepSpeed configuration"
-    add = add_command(commands, "doctor", brief).add_argument
-    add("--no-self-test", action="store_true", help="run nothing on the device but probes")
-    add("--deepspeed", metavar="ds_config.json", help="check this configuration, not the machine")
-    add("--model", metavar="FILE:function", help="with it: returns a model, or (model, optimizer)")
-    add("--opt-level", metavar="O2", help="with it, where it names none; O2 by default")
+from .output import Lines, show, size, table
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,70 +24,9 @@ from fp8stack.levels import LEVELS, OPTIONS
 from fp8stack.planning import BASELINES, LLAMA, HuggingFaceModel, Precision, Setup, Shape
 from fp8stack.planning.peak_memory import Model
 
-from .output import Commands, Lines, add_command, show, size, table
-from .recipe import add_recipe, recipe_of
-
-GPUS = {
-    "T4": (14, 75), "V100-16GB": (15, 70), "V100": (31, 70), "RTX 3090": (23, 86), "RTX 4090": (23, 89),
-    "RTX 5090": (31, 120), "A10": (21, 86), "L4": (22, 89), "A40": (44, 86), "L40": (44, 89), "L40S": (44, 89),
-    "RTX A6000": (47, 86), "RTX 6000 ADA": (47, 89), "A100-40GB": (39, 80), "A100": (79, 80), "H100": (79, 90),
-    "H100-NVL": (93, 90), "GH200": (94, 90), "GH200-144GB": (142, 90), "H200": (139, 90), "B200": (178, 100),
-    "B300": (267, 103),
-}  # fmt: skip
-"""GiB that a program can have, rounded down, and the compute capability, times ten."""
-_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SWITCHES = {
-    "checkpointing": "keep only the inputs of blocks",
-    "accumulate": "several micro-batches a step",
-    "compile": "torch.compile has the whole model",
-}
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-
-
-def add_parser(commands: Commands) -> None:
-    brief = "the memory that training takes on each GPU, by kind, and what fits"
-    parser = add_command(commands, "estimate", brief)
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--parameters", type=_number, metavar="N", help="such as 7e9 or 7B")
-    add(
-        "--hf-config",
-        metavar="config.json",
-        help="of Hugging Face, or its folder; needs transformers",
-    )
-    add("--sizes", action="store_true", help="all of it in the options below")
-    add = parser.add_argument
-    for name in _SIZES:
-        add(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    add("--batch", type=int, default=1, metavar="N", help="sequences or images of a micro-batch")
-    add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or all positions")
-    add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
-    for name, brief in {"fsdp": "FSDP2", "ddp": "torch's DDP at all levels"}.items():
-        add(f"--{name}", dest="sharding", action="store_const", const=name, help=brief)
-    add = parser.add_argument
-    for name, brief in _SWITCHES.items():
-        add(f"--{name}", action="store_true", help=brief)
-    add("--weights", choices=_DTYPES, default="float32", help="what a level starts from")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--gpu", type=str.upper, choices=GPUS, metavar="NAME", help=", ".join(GPUS))
-    add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
-    add_recipe(parser)
-    parser.set_defaults(opt_level=None, sharding="none")
-
-
-def _number(text: str) -> float:
-    """Return a number above 0, which may end in K, M or B: "1.5B" is 1.5e9."""
-    factor = _SUFFIXES.get(text[-1:].upper())
-    try:
-        value = factor * float(text[:-1]) if factor else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e15:  # far above all that is trained
-        told = "is not a number above 0 and up to 1e+15, such as 7e9, 7B or 350M"
-        raise argparse.ArgumentTypeError(f"{text!r} {told}")
-    return value
+from .output import Lines, show, size, table
+from .parsers import GPUS, SIZES, SWITCHES
+from .recipe import recipe_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     gib = GPUS[options.gpu][0] if options.gpu else options.memory
     memory = None if gib is None else round(gib * 2**30)
     precisions = [*BASELINES.values(), *_levels(options, notes)]
-    switches = {name: getattr(options, name) for name in _SWITCHES}
+    switches = {name: getattr(options, name) for name in SWITCHES}
     seq = min(model.positions or 2048, 2048) if options.seq is None else options.seq
     setup = Setup(options.batch, seq, options.ranks, options.sharding, **switches)
     if setup.ranks == 1 and setup.sharding != "none":
@@ -146,7 +85,7 @@ def draw(data: dict[str, Any]) -> Lines:
         yield f"{data['parameters']:,} parameters, {active}: {data['model']}"
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
-    more += [name for name in _SWITCHES if setup[name]]
+    more += [name for name in SWITCHES if setup[name]]
     given = ", ".join([f"{setup['batch']} × {setup['seq']} tokens", *more])
     yield f"Each GPU: {given}."
     unit, power = ("GiB", 30) if max(c["peak"] for c in columns) >= 2**30 else ("MiB", 20)
@@ -198,7 +137,7 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
             raise ConfigError(f"--compute {recipes[0].compute}: {lacking}. Leave it out.")
         notes.append(f"{lacking}: levels multiply in bf16 there")
         recipes = [replace(recipe, compute="bf16") for recipe in recipes]
-    return [planning.at_level(recipe, _DTYPES[options.weights]) for recipe in recipes]
+    return [planning.at_level(recipe, getattr(torch, options.weights)) for recipe in recipes]
 
 
 # --- the model
@@ -206,7 +145,7 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
 
 def _model(options: argparse.Namespace, notes: list[str]) -> Model:
     """Return the model that the options describe; note what was made up."""
-    sizes = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.hf_config is not None:
         if sizes:
             raise ConfigError(f"--hf-config has the sizes; change {sorted(sizes)} in the file.")

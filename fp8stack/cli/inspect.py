@@ -27,7 +27,7 @@ from fp8stack.optim.saved_checks import are_names
 from fp8stack.optim.state_formats import MASTER_KEYS
 from fp8stack.tensor_kinds import fault_of
 
-from .output import Commands, Lines, add_command, show, size, table
+from .output import Lines, show, size, table
 
 
 class Contents(NamedTuple):
@@ -39,11 +39,6 @@ class Contents(NamedTuple):
     header: dict[str, Any]
     extra: dict[str, Any]
     steps: int | None  # that the optimizer has taken
-
-
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "inspect", "what is in a checkpoint")
-    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, or a folder of DCP")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,6 +20,10 @@ Lines: TypeAlias = Iterable[str]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 WIDTH = 120
 """Columns of what is not written to a terminal."""
+WHOLE_WORDS: dict[str, Any] = {
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}  # names are copied
 _stdout: TextIO | None = None  # of the program's results alone
 
 
@@ -79,7 +83,7 @@ def table(header: Sequence[str], rows: Iterable[Iterable[object]], right: str = 
     widths[-1] = min(widths[-1], max(shutil.get_terminal_size((WIDTH, 24)).columns - left, 40))
     lines = []
     for *first, last in cells:
-        for part in textwrap.wrap(last, widths[-1]) or [""]:
+        for part in textwrap.wrap(last, widths[-1], **WHOLE_WORDS) or [""]:
             row = zip(header, [*first, part], widths, strict=True)
             aligned = (c.rjust(n) if name in right.split() else c.ljust(n) for name, c, n in row)
             lines.append("   ".join(aligned).rstrip())

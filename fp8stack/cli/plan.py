@@ -34,21 +34,8 @@ from fp8stack.report import Report
 
 from . import machine
 from .load_function import build, call
-from .output import Commands, Lines, add_command, show, size, table
-from .recipe import add_recipe, recipe_of
-
-
-def add_parser(commands: Commands) -> None:
-    brief = "which layers of a model convert, which do not and why, and the bytes before and after"
-    parser = add_command(commands, "plan", brief)
-    parser.add_argument(
-        "target", metavar="FILE:function", help="returns a model, or (model, optimizer)"
-    )
-    brief = (
-        "returns what the model is called with, a tensor, tuple or dict: activations are measured"
-    )
-    parser.add_argument("--batch", metavar="FILE:function", help=brief)
-    add_recipe(parser)
+from .output import Lines, show, size, table
+from .recipe import recipe_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,13 +101,10 @@ def plan(
         after["host"] = sum(after[part] for part in ("master", "m", "v"))
         after.update(dict.fromkeys(("master", "m", "v"), 0))
     return {
-        "optimizer": kind,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "matrices": matrices,
-        "bytes": {"before": before, "after": after},
-        "report": decisions.report.to_dict(),
-    }
+        "optimizer": kind, "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad), "matrices": matrices,
+        "bytes": {"before": before, "after": after}, "report": decisions.report.to_dict(),
+    }  # fmt: skip
 
 
 def draw(data: dict[str, Any]) -> Lines:
@@ -173,13 +157,9 @@ def _matrices(
             fp8 = decisions.recipe.gradients == "fp8" and p in decisions.quantized
             full = f"{name}.{own}".lstrip(".")
             row = {
-                "name": full,
-                "module": kinds[name],
-                "shape": list(p.shape),
-                "gemm": "" if full in report.outside else gemms.get(name, ""),
-                "weight": weight,
-                "gradient": "fp8" if fp8 else dtype,
-                "states": dtype if states == "keep" else states,
-            }
+                "name": full, "module": kinds[name], "shape": list(p.shape),
+                "gemm": "" if full in report.outside else gemms.get(name, ""), "weight": weight,
+                "gradient": "fp8" if fp8 else dtype, "states": dtype if states == "keep" else states,
+            }  # fmt: skip
             result.append(row if p.requires_grad else row | {"gradient": "none", "states": "none"})
     return result

@@ -18,21 +18,8 @@ from fp8stack.tuning import tune
 
 from . import machine
 from .load_function import build, call
-from .output import Commands, add_command, show
-from .recipe import add_recipe, options_of
-
-
-def add_parser(commands: Commands) -> None:
-    brief = "what FP8 costs and saves layer by layer on this GPU, and the options for a budget"
-    parser = add_command(commands, "tune", brief)
-    parser.add_argument(
-        "target", metavar="FILE:function", help="returns a model, or (model, optimizer)"
-    )
-    brief = "returns what the model is called with: a tensor, tuple or dict"
-    parser.add_argument("--batch", metavar="FILE:function", required=True, help=brief)
-    brief = "the most that FP8 may change: nats a token of KL, or units of the loss (0.015)"
-    parser.add_argument("--budget", type=float, default=0.015, metavar="NATS", help=brief)
-    add_recipe(parser, levels=False)
+from .output import show
+from .recipe import options_of
 
 
 def run(options: argparse.Namespace) -> int:

@@ -240,15 +240,16 @@ class Monitor:
         if self._open >= 0 and self._counts is not None:
             self._arrivals.send(self._open, self._counts)
 
-    def _count(self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat) -> None:
-        """Add an operand of layer `index` to the counts of the sample."""
+    def _count(
+        self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat, squares: bool
+    ) -> None:
+        """Add an operand of layer `index` to the counts of the sample; `squares`: its scales are of 128 × 128."""
         if in_a_graph():  # every replay would add to the counts
             return
         if self._counts is None:
             shape = len(self.layers), len(KINDS), len(FIELDS)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
         if x.device == self._counts.device:
-            squares = kind == "w" and scale.ndim == 2
             if scale.ndim == 1:  # one for each row
                 scale = scale.unsqueeze(1).expand(-1, -(-x.shape[-1] // BLOCK))
             ops.count(x, scale, fmt, self._counts[index, KINDS.index(kind)], squares)

@@ -63,7 +63,9 @@ class Attention(Mixin):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, laid out as the query, and the weights [N, L, S] or [N, heads, L, S] if needed."""
-        if not self.training and not _wants_gradients(query, key, value, *self.parameters()):
+        given = query, key, value, *self.parameters()
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if not self.training and not wanted:
             return nn.MultiheadAttention.forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,  # type: ignore[arg-type]
                 average_attn_weights, is_causal,
@@ -159,10 +161,6 @@ class Attention(Mixin):
 
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"MultiheadAttention {self.layer_name} got {problem}.")
-
-
-def _wants_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def in_weights(module: nn.Module) -> tuple[str, ...]:

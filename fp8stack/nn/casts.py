@@ -169,16 +169,14 @@ class Products:
         self.layer, self.turned = layer, turned
         self.inputs, self.least_rows = inputs or InputCodes(), least_rows
         self.in_bf16 = in_bf16
-        self.fp8_recipe = "tokenwise" if recipe.fp8_recipe == "auto" else recipe.fp8_recipe
-        # Blocks of 128 have no use for the range of E5M2.
-        self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
-        self.formats = FORMATS[self.name]
+        self._asked = "tokenwise" if recipe.fp8_recipe == "auto" else recipe.fp8_recipe
+        self._format = recipe.fp8_format
         self.fast = bool(recipe.fp8_fast_accum)
         self.fast_groups = recipe.fp8_fast_accum is not False  # of products grouped over experts
         self.x_state: DelayedState | None = None
         self.g_state: DelayedState | None = None
         self.w_state: WeightScale | None = None
-        if self.fp8_recipe == "delayed":
+        if self._asked == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.g_state = DelayedState(*history, latest)
@@ -200,9 +198,14 @@ class Products:
         return not {"forward", "dgrad"}.intersection(self.in_bf16.split())
 
     @property
-    def scaling(self) -> tuple[str, str]:
-        """The key of FORMATS and the recipe of scales; where only gradients are in FP8, of blocks (`precision.py`)."""
-        return ("e4m3", "blockwise") if "forward" in self.in_bf16 else (self.name, self.fp8_recipe)
+    def fp8_recipe(self) -> str:
+        """The recipe of scales; where the forward is in bfloat16, of blocks (`precision.py`)."""
+        return "blockwise" if "forward" in self.in_bf16 else self._asked
+
+    @property
+    def name(self) -> str:
+        """The key of FORMATS. Blocks of 128 have no use for the range of E5M2."""
+        return "e4m3" if self.fp8_recipe == "blockwise" else self._format
 
     def options(self, train: bool, dtype: torch.dtype, backward: bool = False) -> Options:
         """Return the settings that forward and backward need; `backward`: there will be one, to x or a weight."""
@@ -211,7 +214,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            DIGEST, self.turned, *self.scaling, self.fast, self.in_bf16, train, dtype, x, w, g,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, self.in_bf16, train, dtype, x, w, g,
             self, self.probe if train else None,
         )  # fmt: skip
 
@@ -221,7 +224,7 @@ class Products:
         return pays(x, self.least_rows, compiled, rows)
 
     def __str__(self) -> str:
-        return f"{', '.join(self.scaling)}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"
+        return f"{self.name}, {self.fp8_recipe}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out a monitor's probe, and the last scale: a copy's weight may move to another device."""
@@ -288,7 +291,7 @@ def cast_input(x: Tensor, options: Options, transposed: bool) -> Operand:
     if products is None or x.is_leaf or not torch.is_grad_enabled():
         # a graph's tensors have no notes, which detached ones lack
         return _cast_x(x if products else x.detach(), options, transposed)
-    inputs, key = products.inputs, (products.formats, options.fp8_recipe, options.train)
+    inputs, key = products.inputs, (options.formats, options.fp8_recipe, options.train)
     mark, last = noted(x, "mark"), inputs.last
     if last is not None and last[0] == id(mark) and last[1] == key:
         operand, products.graph_state = last[2:]

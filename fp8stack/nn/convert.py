@@ -115,8 +115,7 @@ def choose_layers(
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":
-        blocks = recipe.fp8_recipe == "blockwise"
-        chosen = {m: blocks or "forward" in layers.in_bf16.get(n, "") for n, m, _ in layers.gemm}
+        chosen = {m for _, m, _ in layers.gemm}
         layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute)
     if recipe.master != "keep":
         # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.

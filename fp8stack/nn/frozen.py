@@ -15,8 +15,9 @@ product cannot take, 2.57 and 2.46.
 Writing: `copy_`, `load_state_dict` and `.data =` quantize what they are given. Arithmetic in place is refused, since
 E4M3 would round most of a small change away: merging an adapter comes after `fp8stack.restore`. It cannot be unfrozen.
 
-Limits: both sizes are multiples of 16 (of 128 for fp8_recipe="blockwise"). A `state_dict` holds the values, in the
-dtype from before, on the CPU: they would not fit beside codes on a GPU that the base in 16 bits does not fit.
+Limits: both sizes are multiples of 16; codes are padded to 128 anew for each product with block scales. A `state_dict`
+holds the values, in the dtype from before, on the CPU: they would not fit beside codes on a GPU that the base in 16
+bits does not fit.
 """
 
 from __future__ import annotations
@@ -96,11 +97,13 @@ class FrozenWeight(Wrapper):
         if transposed:
             every = torch.arange(len(codes), device=codes.device, dtype=torch.int32)
             codes = ops.take_rows(codes, every, 1, plain=False)[1]
-        codes = codes.view(E4M3.dtype)
         if not squares:
-            return codes, self.scale
+            return codes.view(E4M3.dtype), self.scale
+        if any(size % BLOCK for size in codes.shape):
+            codes = pad(codes, (0, -codes.shape[1] % BLOCK, 0, -codes.shape[0] % BLOCK))
         down, across = (size // BLOCK for size in codes.shape)
-        return codes, pad(self.scale.expand(down, across), (0, -across % 4)).contiguous().t()
+        scale = pad(self.scale.expand(down, across), (0, -across % 4)).contiguous()
+        return codes.view(E4M3.dtype), scale.t()
 
     def assign_(self, value: Tensor) -> FrozenWeight:
         """Replace the values of the whole by `value`, quantized unless it is of this class."""
@@ -196,12 +199,11 @@ def values_of(x: Any) -> Any:
 
 
 def choose_frozen(
-    model: nn.Module, chosen: dict[nn.Module, bool], skipped: dict[str, str], compute: str
+    model: nn.Module, chosen: set[nn.Module], skipped: dict[str, str], compute: str
 ) -> list[tuple[str, nn.Parameter, str]]:
     """Return the frozen weights of layers by name, each with the reason for which it stays as it is, "" if it does not.
 
-    chosen: the modules that are to multiply in FP8 or bfloat16, and whether a product of theirs has block scales.
-    skipped: reasons of others, by name.
+    chosen: the modules that are to multiply in FP8 or bfloat16. skipped: reasons of others, by name.
     """
     found = {}
     owners = defaultdict[Any, list[nn.Module]](list)
@@ -212,13 +214,13 @@ def choose_frozen(
         p = module._parameters.get("weight")
         if p is None or p.requires_grad or not_plain(p) or not kind_of(module):
             continue
-        reason, unit = skipped.get(name, ""), BLOCK if chosen.get(module) else ALIGNMENT
+        reason = skipped.get(name, "")
         if compute == "te":
             reason = 'TransformerEngine reads it; compute="native" takes it'
         elif others := [m for m in owners[p] if m not in chosen and m is not module]:
             reason = f"{type(others[0]).__name__} reads it, too"
-        elif any(size % unit for size in p.shape):
-            reason = reason or f"its sizes are no multiples of {unit}"
+        elif any(size % ALIGNMENT for size in p.shape):
+            reason = reason or f"its sizes are no multiples of {ALIGNMENT}"
         elif not reason and not can_swap(p):
             reason = (
                 "torch cannot replace it while outputs of a forward, or weak references, hold it"

@@ -20,7 +20,7 @@ weight, so that neither they nor the sum of `dw`, which each chunk reads and wri
 Limits: no second derivatives. The gradient of the input is rounded twice in 16 bits, as it is made and as it is
 multiplied. A float32 model without autocast has logits in bfloat16 where its head is in FP8 or bfloat16. float16
 multiplies in bfloat16, whose range needs no scale. Delayed scaling and a monitor's samples leave this layer out: its
-scales are current ones. Under torch.compile `dw` of a chunk is rounded to bfloat16 before it is added.
+scales are made anew. Under torch.compile `dw` of a chunk is rounded to bfloat16 before it is added.
 """
 
 from __future__ import annotations

@@ -85,14 +85,10 @@ def multiply_some(
     if not len(x):
         return x @ weight.sum(0).to(x.dtype)
     inside = torch.arange(len(x), device=x.device)[:, None] < offs[-1]
-    y = multiply(torch.where(inside, x, 0), *as_stack(weight), offs, products, train)
+    turned = weight.is_contiguous()  # [groups, in, out] as it lies, not [groups, out, in]
+    stack = weight if turned else weight.mT
+    y = multiply(torch.where(inside, x, 0), stack, turned, offs, products, train)
     return torch.where(inside, y, 0)
-
-
-def as_stack(weight: Tensor) -> tuple[Tensor, bool]:
-    """Return [groups, in, out] as it lies, contiguous, and whether that is turned: not [groups, out, in]."""
-    turned = weight.is_contiguous()
-    return (weight if turned else weight.mT), turned
 
 
 def obstacle(weight: Tensor) -> str:

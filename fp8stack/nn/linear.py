@@ -127,12 +127,14 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, given: list[casts.
     if kept or "forward" not in options.in_bf16:
         x8 = casts.cast_input(x, options, kept)
         if options.probe is not None:
-            options.probe("x", x, x8.scale, casts.FORMATS[options.formats].x)
+            # what wgrad reads has scales of squares, where forward reads nothing
+            scale = x8.scale_t.t() if (squares := "forward" in options.in_bf16) else x8.scale
+            options.probe("x", x, scale, casts.FORMATS[options.formats].x, squares)
     if "forward" not in options.in_bf16:
         kept = grad and x.requires_grad and "dgrad" not in options.in_bf16
         w8 = casts.cast_weight(weight, options, kept, x8.codes.shape[0])
         if options.probe is not None:
-            options.probe("w", values_of(weight), w8.scale, E4M3)
+            options.probe("w", values_of(weight), w8.scale, E4M3, w8.scale.ndim == 2)
     if bias is not None and options.dtype in _FUSED_BIAS:
         bias = bias.to(options.dtype)
     # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.
@@ -221,7 +223,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if (need_x and x_in_fp8) or (need_w and w_in_fp8):
         g = casts.cast_gradient(grad, options, need_x and x_in_fp8, need_w and w_in_fp8, learn)
         if options.probe is not None:
-            options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
+            options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g, False)
     if need_x:
         if x_in_fp8:
             w_codes, w_scale = casts.weight_for_backward(weight, w_codes, w_scale, options)

@@ -15,10 +15,11 @@ The mode is entered by every forward, not by the model's alone, because activati
 in backward, when the model's has long returned. For the same reason the other methods of a module enter it while a
 backward runs. In between, only a change between training and evaluation makes a nested forward enter it again.
 
-Limits. A closure that multiplies by itself, given to `checkpoint`, is recomputed without FP8, which torch reports as
-a mismatch of saved tensors: checkpoint a module or a method. `w.to(dtype)` is not a view. Composite functions are not
-looked into, such as `F.multi_head_attention_forward`. Under "delayed" these products use current scaling, as a
-graph has no place to keep their histories. What torch.compile runs is neither counted nor named.
+Limits. A closure that multiplies by itself, given to `checkpoint`, is recomputed without FP8, which torch reports as a
+mismatch of saved tensors: checkpoint a module or a method. `w.to(dtype)` is not a view. Composite functions are not
+looked into, such as `F.multi_head_attention_forward`. Under "delayed" these products use current scaling (a head's
+gradients block scales), as a graph has no place to keep their histories. What torch.compile runs is neither counted nor
+named.
 """
 
 from __future__ import annotations

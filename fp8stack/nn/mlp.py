@@ -89,7 +89,7 @@ def _can_join(layers: list[Any]) -> bool:
     return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
         _kind(layer) == _kind(layers[0])
         and layer.products.fp8_recipe in ("current", "tokenwise", "delayed")
-        and layer.products.formats.x is E4M3
+        and casts.FORMATS[layer.products.name].x is E4M3
         and not layer.products.in_bf16
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or layer.products.probe is None)

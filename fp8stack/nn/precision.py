@@ -15,11 +15,11 @@ the options are
 Of the last three, the later one decides about a layer. What `wgrad` says is added, but where "fp8" is asked for by
 name.
 
-A layer whose forward alone is in bfloat16 ("forward-bf16", heads above all) has block scales in the products of its
-gradients, whatever the recipe. One scale a tensor costs a head nearly all that FP8 costs a fine-tuning: its gradient,
-softmax less one-hot, has one large entry a row, and what rounding does to it is the same in every batch. In a block of
-128 the largest entry is a code, and small ones beside it are not lost (docs/numerics.md). Where the GPU or torch has no
-products with block scales, such a layer is in bfloat16 as a whole (`api.with_scales`).
+A layer whose forward is in bfloat16, and gradients are in FP8 ("forward-bf16", heads above all), has block scales in
+the products of its gradients, whatever the recipe. One scale a tensor costs a head nearly all that FP8 costs a
+fine-tuning: its gradient, softmax less one-hot, has one large entry a row, and what rounding does to it is the same in
+every batch. In a block of 128 the largest entry is a code, and small ones beside it are not lost (docs/numerics.md).
+Where the GPU or torch has no products with block scales, such a layer is in bfloat16 as a whole (`api.with_scales`).
 
 TransformerEngine makes all products of a layer alike: a layer that would be only partly in bfloat16 is wholly.
 """

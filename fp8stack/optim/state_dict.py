@@ -51,13 +51,10 @@ def tag(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     packed["state"] = {key: dict(entry) for key, entry in packed["state"].items()}
     packed["param_groups"] = plain_numbers(packed["param_groups"])
     packed["fp8stack"] = {
-        "format": FORMAT,
-        "optimizer": kind_of(optimizer),
-        "states": optimizer.states,
-        "master": optimizer.master,
+        "format": FORMAT, "optimizer": kind_of(optimizer), "states": optimizer.states, "master": optimizer.master,
         "entries": len(packed["state"]),
         "masters": sum(bool(formats.masters(entry)) for entry in packed["state"].values()),
-    }
+    }  # fmt: skip
     model = None if optimizer.named_by is None else optimizer.named_by()
     if model is not None:
         packed["fp8stack"]["names"] = names_of_owned(model, optimizer)

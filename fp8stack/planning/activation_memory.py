@@ -31,9 +31,9 @@ hand. At the loss, gradients of log-probabilities and of logits come on top, 8 V
 
 torch.compile of the whole model makes again what is cheap to make (`min_cut_rematerialization_partition`): SiLU(gate),
 copies of one input for several layers, and log-probabilities, of which it keeps the logits as the head put them out,
-c V, and two statistics. The logits' gradient is written over them; an FP8 head adds its codes in both layouts, with
-scales of blocks, 2.06 V. The loss then no longer hides what a feed-forward block's backward holds beside all blocks:
-gradients of its inside and of the residual stream.
+c V, and two statistics. The logits' gradient is written over them; an FP8 head adds its codes in both layouts, 2 V,
+or 2.06 V with scales of blocks. The loss then no longer hides what a feed-forward block's backward holds beside all
+blocks: gradients of its inside and of the residual stream.
 
 Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); no fused
 blocks, the default on a GPU, which keep one or two tensors of the feed-forward's size less.
@@ -106,12 +106,13 @@ def activations(
     mlp = inputs(h, *(first + name for name in up))
     mlp += (1 + (2 - compile) * shape.gated) * c * f + inputs(f, f"{first}down_proj")
     v, head = shape.vocab, "head" in fp8
+    in_blocks = blockwise or (precision.recipe is not None and precision.recipe.head != "fp8")
     return Activations(
         block=round(2 * norm + attention + mlp),
         inputs=r * h,
         end=round(norm + inputs(h, "head")) + 2 * 8,  # and two tokens' numbers, int64
         loss=c * v + 8 if compile else 4 * v,
-        at_loss=round(2 * v * head * (1 + 4 / BLOCK)) if compile else 8 * v,
+        at_loss=round(2 * v * head * (1 + 4 / BLOCK * in_blocks)) if compile else 8 * v,
         at_scores=round(max(0, 3 * scores - norm - mlp)),
         at_block=compile * ((1 + shape.gated) * c * f + r * h),
     )

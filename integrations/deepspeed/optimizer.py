@@ -30,11 +30,8 @@ from .section import Section, stage_of
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"FP8AdamW": optim.AdamW}
 """fp8stack's own optimizers, by the type that a JSON may give."""
 _TORCH_S: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "lion": optim.Lion,
-}
+    "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": optim.Lion,
+}  # fmt: skip
 # Options that tell DeepSpeed or torch how to compute the same step. fp8stack has one way, so they are dropped.
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach", "adam_w_mode", "bias_correction")
 

@@ -47,13 +47,8 @@ def test_extra_steps_are_to_the_loss_that_both_have_reached():
 
 def record(variant, seed, bf16, fp8, end, **params):
     own = {
-        "model": "gpt2",
-        "seed": seed,
-        "batch": 32,
-        "steps": 200,
-        "deterministic": True,
-        **params,
-    }
+        "model": "gpt2", "seed": seed, "batch": 32, "steps": 200, "deterministic": True, **params,
+    }  # fmt: skip
     return {
         "variant": variant, "compute": None if variant == "bf16" else "native", "params": own,
         "value": bf16, "value_fp8": fp8,

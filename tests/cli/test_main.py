@@ -27,6 +27,38 @@ def test_it_is_a_program():
     assert "    doctor " in nothing.stderr
 
 
+@pytest.mark.parametrize(
+    "given", ["--version", "--help", "plan --help", "docter", "estimate --parameters x"]
+)
+def test_it_answers_without_torch(given, tmp_path):
+    """In a tenth of a second, where torch takes two."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = run_python("-m", "fp8stack", *given.split(), PYTHONPATH=str(tmp_path))
+    assert "torch was imported" not in done.stderr
+    assert "fp8stack" in done.stdout + done.stderr
+    assert done.returncode == (0 if "--" in given.split()[-1] else 2)
+
+
+def test_a_shell_completes_commands_and_options(tmp_path):
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"),
+        "_ARGCOMPLETE_IFS": " ",
+    }
+    for line, found in (("fp8stack est", "estimate"), ("fp8stack plan --fp8-rec", "--fp8-recipe")):
+        told = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        run_python("-m", "fp8stack", **asked, **told)
+        assert (tmp_path / "found").read_text().split() == [found]
+
+
+def test_what_the_program_loads_finds_the_whole_package(tmp_path):
+    code = "import fp8stack, torch\ndef make():\n    names = [getattr(fp8stack, name) for name in fp8stack.__all__]\n"
+    code += "    return torch.nn.Linear(8, len(names))\n"
+    (tmp_path / "model.py").write_text(code)
+    done = run_python("-m", "fp8stack", "plan", f"{tmp_path}/model.py:make", "--json")
+    assert json.loads(done.stdout)["parameters"] == 9 * len(fp8stack.__all__)
+
+
 def test_stdout_is_the_results_alone(tmp_path):
     """Whatever a user's code prints, in processes of its own and as Python ends, too."""
     code = "import atexit, os, torch\ndef make():\n    os.system('echo noise'); print('noise')\n"
@@ -77,7 +109,7 @@ def test_json_has_null_for_what_is_not_finite(capsys):
 
 def test_help_names_every_command_and_the_version(capsys):
     for option, names in (
-        ("--help", [f"    {module.__name__.rpartition('.')[2]} " for module in COMMANDS]),
+        ("--help", [f"    {name} " for name in COMMANDS]),
         ("--version", [f"fp8stack {fp8stack.__version__}\n"]),
     ):
         with pytest.raises(SystemExit) as raised:

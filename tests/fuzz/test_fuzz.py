@@ -6,13 +6,8 @@ import pytest
 from fuzzing import run
 
 CASES: dict[str, int] = {
-    "checkpoints": 200,
-    "options": 100,
-    "collectives": 200,
-    "formats": 12,
-    "hard_gradients": 500,
-    "writes": 24,
-}  # of each: some seconds on one core
+    "checkpoints": 200, "options": 100, "collectives": 200, "formats": 12, "hard_gradients": 500, "writes": 24,
+}  # of each: some seconds on one core  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "cases"), CASES.items())

@@ -67,18 +67,12 @@ def by_hand(algorithm, group, step, verdict):
     clip = min(1.0, max_norm / (norm * unscale + 1e-6))
     adam, sgd = algorithm == "adam", algorithm == "sgd"
     return {
-        "grad_mul": unscale * clip * sign,
-        "decay": 1 - lr * decoupled,
+        "grad_mul": unscale * clip * sign, "decay": 1 - lr * decoupled,
         "step_size": lr / (1 - beta1**step) if adam else lr,
-        "inv_sqrt_bc2": 1 / math.sqrt(1 - beta2**step) if adam else 1.0,
-        "apply": 1.0,
-        "beta1": beta1,
-        "gain": (1.0 if step == 1 else 1 - dampening) if sgd else 1 - beta1,
-        "beta2": beta2,
-        "one_minus_beta2": 1 - beta2,
-        "eps": max(eps, 2.0**-126),
-        "weight_decay": coupled,
-    }
+        "inv_sqrt_bc2": 1 / math.sqrt(1 - beta2**step) if adam else 1.0, "apply": 1.0, "beta1": beta1,
+        "gain": (1.0 if step == 1 else 1 - dampening) if sgd else 1 - beta1, "beta2": beta2,
+        "one_minus_beta2": 1 - beta2, "eps": max(eps, 2.0**-126), "weight_decay": coupled,
+    }  # fmt: skip
 
 
 # --- the reference

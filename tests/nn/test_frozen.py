@@ -346,17 +346,13 @@ def test_copies_and_moves_are_kept_in_fp8(way):
 
 
 WRITES = {
-    "merging": lambda w: w.data.add_(1),
-    "arithmetic": lambda w: w.mul_(2),
-    "initializing": lambda w: nn.init.normal_(w),
-    "a part": lambda w: w[:16].copy_(torch.zeros(16, 128)),
-    "an element": lambda w: w.__setitem__((0, 0), 1.0),
-    "out=": lambda w: torch.add(torch.ones(256, 128), 1, out=w),
-    "lists": lambda w: torch._foreach_mul_([w], 2.0),
-    "another shape": lambda w: setattr(w, "data", torch.zeros(3, 4)),
+    "merging": lambda w: w.data.add_(1), "arithmetic": lambda w: w.mul_(2),
+    "initializing": lambda w: nn.init.normal_(w), "a part": lambda w: w[:16].copy_(torch.zeros(16, 128)),
+    "an element": lambda w: w.__setitem__((0, 0), 1.0), "out=": lambda w: torch.add(torch.ones(256, 128), 1, out=w),
+    "lists": lambda w: torch._foreach_mul_([w], 2.0), "another shape": lambda w: setattr(w, "data", torch.zeros(3, 4)),
     "unfreezing": lambda w: w.requires_grad_(),
     "unfreezing by the attribute": lambda w: setattr(w, "requires_grad", True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
@@ -423,11 +419,9 @@ def test_a_weight_that_torch_cannot_replace_stays_as_it_is():
     assert type(holder()) is nn.Parameter
 
 
-def test_blocks_take_multiples_of_128_and_nothing_frozen_is_a_warning():
-    model = native(adapted(), frozen="fp8", fp8_recipe="blockwise")
-    assert len(weights(model)) == 2
-    small = nn.Sequential(nn.Linear(48, 48)).requires_grad_(False)
-    with pytest.warns(Fp8StackWarning, match="has no effect: 0.weight .*multiples of 128"):
+def test_nothing_frozen_that_fits_is_a_warning():
+    small = nn.Sequential(nn.Linear(40, 48)).requires_grad_(False)
+    with pytest.warns(Fp8StackWarning, match="has no effect: 0.weight .*multiples of 16"):
         native(small, frozen="fp8", fp8_recipe="blockwise")
     with pytest.warns(Fp8StackWarning, match="no Linear layer's weight is frozen"):
         native(nn.Sequential(nn.Linear(48, 48)), frozen="fp8")
@@ -514,9 +508,20 @@ def test_what_would_lose_weights_is_refused_or_named():
     model.load_state_dict(state, assign=True)
 
 
+def test_block_scales_take_a_shared_weight_of_any_size_that_16_divides():
+    model = nn.ModuleDict({name: nn.Linear(80, 144) for name in "ab"}).requires_grad_(False)
+    model["a"].weight = model["b"].weight
+    fp8stack.initialize(model, None, "O0", frozen="fp8", precision_for={"a": "forward-bf16"})
+    weight, x = model["a"].weight.dequantize(), torch.randn(8, 80, requires_grad=True)
+    assert len(fp8stack.get_report(model).frozen) == 1
+    for layer in model.values():
+        (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+        torch.testing.assert_close(gradient, weight.sum(0).expand(8, -1), rtol=0.05, atol=0.05)
+
+
 def test_weights_without_data_are_not_looked_at():
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-    ((name, _, reason),) = choose_frozen(model, dict.fromkeys(model, False), {}, "native")
+    ((name, _, reason),) = choose_frozen(model, set(model), {}, "native")
     assert name == "0.weight"
     assert reason.startswith("torch cannot replace it")  # whose mode refers to it

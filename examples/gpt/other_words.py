@@ -1,0 +1,31 @@
+"""Words of public FP8 guides and other training scripts: what they are called here, or what to use instead.
+
+A flag or key that means the same takes effect under its own name (`NAMES`); flags may have underscores. What has no
+counterpart is answered in one line (`ANSWERS`), or is left out with a warning where leaving it out changes nothing
+(`IDLE`).
+"""
+
+from __future__ import annotations
+
+NAMES = {
+    "auto_batch_size": "micro_batch",  # of which true is "auto"
+    "checkpoint_dir": "out",
+    "dataset": "data",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_amax_history_len": "amax_history_len",
+    "learning_rate": "max_lr",
+    "use_tensorboard": "tensorboard",
+    "use_wandb": "wandb",
+}
+"""The option here that another word means."""
+ANSWERS = {
+    "num_epochs": "the length of a run is steps: N. A pass over T tokens is T / (target_effective_batch_size × "
+    "seq_len) of them",
+    "penalty_weight": "it belongs to the loss of a model that is not known here. Leave it out",
+    "use_4bit_optimizer": "what that stands for is an 8-bit AdamW: optimizer_bits: 8 (or 4)",
+}
+"""Why there is no such option, and what to use instead."""
+IDLE = {
+    "num_workers": "windows are read from mapped files by the training process itself, which never waits for them"
+}
+"""Why an option has no effect here."""
