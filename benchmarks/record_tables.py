@@ -146,20 +146,15 @@ STEPS = {
     "torchao AdamW4bit": "torchao 4bit",
 }
 
-STEPS_IN_SHORT = (
-    "fp8stack, default", "torch fused, float32", "torch fused, pure bfloat16", "flashoptim, 24 bits",
-    "TransformerEngine, float32 master", "bitsandbytes AdamW8bit", "torchao AdamW8bit",
-)  # fmt: skip
-
 
 def steps() -> dict[str, Record]:
     """Return the records of the AdamW step on a 1.24 B model, by variant."""
     return by_variant(r for r in read("optimizer_step", model="llama-3.2-1b") if r["value"])
 
 
-def optimizer_step(names: Iterable[str] = STEPS) -> list[str]:
+def optimizer_step() -> list[str]:
     found, rows = steps(), []
-    for name in names:
+    for name in STEPS:
         r = found[STEPS[name]]
         extra = r["extra"]
         size = extra["bytes"]
@@ -172,7 +167,6 @@ def optimizer_step(names: Iterable[str] = STEPS) -> list[str]:
 
 
 TABLES["optimizer-step"] = optimizer_step
-TABLES["optimizer-step-short"] = lambda: optimizer_step(STEPS_IN_SHORT)
 
 
 STRESS = {
@@ -528,6 +522,22 @@ MODELS = {
     "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",
     "dit-xl": "DiT-XL/2", "unet-sd15": "the UNet of SD 1.5",
 }  # fmt: skip
+
+
+@table("real-models-short")
+def real_models_in_short() -> list[str]:
+    """Tabulate a whole step of transformers' models in bf16 and at O2: time and memory."""
+    rows = []
+    for model, words in MODELS.items():
+        found = by_variant(r for r in read("real_models", model=model) if "H100" in r["gpu"])
+        base, o2 = found.get("bf16"), found["O2"]
+        both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
+        cells = [f"{o2['base_ms']:.0f} → {o2['value']:.0f}", f"**{o2['speedup']:.2f} ×**"]
+        cells += [f"{both[0] / both[1]:.2f} ×" if len(both) == 2 else ""]
+        cells += [f"{base['peak_gib']:.0f} → {o2['peak_gib']:.0f}" if base else ""]
+        rows.append((words, *cells))
+    heads = ("ms a step", "faster", "both compiled", "peak GiB")
+    return lines(("bf16 → O2", *heads), rows)
 
 
 @table("real-models")

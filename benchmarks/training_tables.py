@@ -23,10 +23,6 @@ STEPS = {
     "O2, fused, delayed, compiled": "O2 fused, delayed compiled",
     "O2, fused, delayed, fast sums, compiled": "O2 fused, delayed, fast sums compiled",
 }
-STEPS_IN_SHORT = (
-    "bf16 autocast, torch's fused AdamW", "O0", "O2", "O2, fused, delayed",
-    "TransformerEngine's Linear, torch's fused AdamW", "bf16, compiled", "O2, fused, delayed, compiled",
-)  # fmt: skip
 
 
 def last_steps(records: Iterable[Record]) -> list[Record]:
@@ -38,9 +34,9 @@ def last_steps(records: Iterable[Record]) -> list[Record]:
     return found
 
 
-def end_to_end(names: Iterable[str] = STEPS) -> list[str]:
+def end_to_end() -> list[str]:
     found, rows = by_variant(last_steps(read("end_to_end", model="llama-1b"))), []
-    for name in names:
+    for name in STEPS:
         r = found[STEPS[name]]
         base = found["bf16 compiled" if "compiled" in name else "bf16"]
         rows.append((
@@ -316,7 +312,6 @@ def resumed(records: list[Record]) -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "end-to-end": end_to_end,
-    "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,
     "micro-batches": lambda: micro_batches(read("memory")),
     "attention": attention,

@@ -220,14 +220,10 @@ class SelfAttention(nn.Module):
 
 
 MODULES = {
-    "layer": lambda: [nn.Linear(32, 48)],
-    "conv1d": lambda: [conv1d(32, 48)],
-    "attention": lambda: [SelfAttention()],
-    "gelu": lambda: [Gelu()],
-    "fused": lambda: [SwiGLU()],
-    "norm": lambda: [nn.RMSNorm(32, 1e-5), nn.Linear(32, 48)],
+    "layer": lambda: [nn.Linear(32, 48)], "conv1d": lambda: [conv1d(32, 48)], "attention": lambda: [SelfAttention()],
+    "gelu": lambda: [Gelu()], "fused": lambda: [SwiGLU()], "norm": lambda: [nn.RMSNorm(32, 1e-5), nn.Linear(32, 48)],
     "bare": lambda: [Bare()],
-}
+}  # fmt: skip
 KINDS = pytest.mark.parametrize(
     ("kind", "recipe"),
     [("layer", "current"), ("layer", "delayed"), ("layer", "blockwise"), ("fused", "current"), ("fused", "delayed"),

@@ -18,12 +18,10 @@ from fp8stack import optim
 STATES = ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32", "keep")
 MASTERS = ("split24", "split32", "fp16", "fp32", "none", "keep")
 KINDS = {
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-    "Adam": {"lr": 0.01, "weight_decay": 0.1},
-    "SGD": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
-    "Lion": {"lr": 0.01, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1}, "Adam": {"lr": 0.01, "weight_decay": 0.1},
+    "SGD": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, "Lion": {"lr": 0.01, "weight_decay": 0.1},
     "Muon": {"lr": 0.01},
-}
+}  # fmt: skip
 
 
 def values(shape, seed):

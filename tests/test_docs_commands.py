@@ -50,6 +50,7 @@ NOT_RUN = {  # a command, or how several begin, and why
     "make test": "these tests",
     "make lint": "a step of its own in .ci",
     "make test-gpu": "a GPU",
+    "pip install fp8stack": "the index; tests/packaging builds and installs the wheel",
     "pip install -e": "would change the installation under test; tests/packaging builds and installs the wheel",
     "torchrun --nproc-per-node 8 ": "eight GPUs; tests/examples/test_gpt_resume.py has two ranks",
     "sbatch ": "Slurm; tests/examples/test_gpt_slurm.py runs the scripts without it",

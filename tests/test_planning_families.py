@@ -36,12 +36,8 @@ ONE = {**SHARED, "num_hidden_layers": 1}  # what layers share is seen in others
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
 FAMILIES = {
     "llama": SHARED, "mistral": ONE, "qwen2": ONE, "qwen3": ONE, "gemma": ONE, "gemma2": SHARED, "gemma3_text": SHARED,
     "phi": {**TEXT, "num_hidden_layers": 1}, "phi3": {**TEXT, "num_key_value_heads": 2, "num_hidden_layers": 1},

@@ -93,27 +93,19 @@ def test_other_in_place_operations_are_computed_on_values_and_quantized_again(pa
 
 
 WRITES = {  # through views and by functions, to shape [6, 200]
-    "[...] =": lambda g: g.__setitem__((slice(None), 3), 0.0),
-    "mask": lambda g: g.__setitem__(g > 0, 0.0),
-    "row": lambda g: g[0].mul_(2),
-    "element": lambda g: g.view(-1)[3].zero_(),
-    "flat": lambda g: g.flatten().mul_(2),
-    "t": lambda g: g.t()[5].zero_(),
-    "permute": lambda g: g.permute(1, 0).unsqueeze(0).select(2, 1).neg_(),
-    "iteration": lambda g: [row.mul_(2) for row in g],
-    "split": lambda g: g.split(4)[1].zero_(),
+    "[...] =": lambda g: g.__setitem__((slice(None), 3), 0.0), "mask": lambda g: g.__setitem__(g > 0, 0.0),
+    "row": lambda g: g[0].mul_(2), "element": lambda g: g.view(-1)[3].zero_(), "flat": lambda g: g.flatten().mul_(2),
+    "t": lambda g: g.t()[5].zero_(), "permute": lambda g: g.permute(1, 0).unsqueeze(0).select(2, 1).neg_(),
+    "iteration": lambda g: [row.mul_(2) for row in g], "split": lambda g: g.split(4)[1].zero_(),
     "chunk": lambda g: torch._foreach_mul_(g.chunk(3), 4.0),
     "unflatten": lambda g: g.unflatten(0, (2, 3))[1, 2].copy_(torch.ones(200)),
-    "as_strided": lambda g: g.as_strided((6,), (201,)).fill_(0.5),
-    "diagonal": lambda g: g.fill_diagonal_(0.25),
-    "detach": lambda g: g.detach()[1:].zero_(),
-    ".data": lambda g: g.data.view(-1).mul_(2),
+    "as_strided": lambda g: g.as_strided((6,), (201,)).fill_(0.5), "diagonal": lambda g: g.fill_diagonal_(0.25),
+    "detach": lambda g: g.detach()[1:].zero_(), ".data": lambda g: g.data.view(-1).mul_(2),
     "out=": lambda g: torch.mul(torch.ones(200, device=g.device), 2, out=g[2]),
     "foreach": lambda g: torch._foreach_copy_([g], [torch.ones(6, 200, device=g.device)]),
-    "own row": lambda g: g[0].copy_(g[1]),
-    ".data =": lambda g: setattr(g, "data", g.data * 2),
+    "own row": lambda g: g[0].copy_(g[1]), ".data =": lambda g: setattr(g, "data", g.data * 2),
     "augmented": lambda g: g.__setitem__(0, g[0].__imul__(2)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

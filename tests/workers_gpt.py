@@ -99,11 +99,8 @@ RANKS = {  # run: options
     "fsdp2-O2": {"parallel": "fsdp2", "opt_level": "O2", "fuse_loss": True},
 }
 LEVELS = (  # from, to
-    ("fsdp2-off", "fsdp2-O2"),
-    ("fsdp2-O2", "fsdp2-off"),
-    ("ddp-off", "dp-O2"),
-    ("dp-O2", "ddp-off"),
-)
+    ("fsdp2-off", "fsdp2-O2"), ("fsdp2-O2", "fsdp2-off"), ("ddp-off", "dp-O2"), ("dp-O2", "ddp-off"),
+)  # fmt: skip
 
 
 def check_ranks(rank, folder, single):

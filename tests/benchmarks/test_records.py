@@ -175,14 +175,9 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     train_step: [("extra.loss_off", -0.01, 0.01), ("extra.grad_off", -0.05, 0.05)],
 }
 ALIKE = {  # a number, and how far off the first variant's it may be
-    convergence: ("value", 0.01),
-    ddp_step: ("loss", 0.05),
-    end_to_end: ("loss", 0.02),
-    frameworks: ("loss", 0.02),
-    lora: ("loss", 0.02),
-    real_models: ("loss", 0.02),
-    wire_parity: ("value", 0.005),
-}
+    convergence: ("value", 0.01), ddp_step: ("loss", 0.05), end_to_end: ("loss", 0.02), frameworks: ("loss", 0.02),
+    lora: ("loss", 0.02), real_models: ("loss", 0.02), wire_parity: ("value", 0.005),
+}  # fmt: skip
 
 
 def number(record, field):

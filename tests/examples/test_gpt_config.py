@@ -10,8 +10,9 @@ import pytest
 from gpt import config
 from gpt.config import Config, parse
 from gpt.model import SIZES
+from gpt.other_words import ANSWERS
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, Fp8StackWarning
 
 CONFIGS = Path(config.__file__).parents[1] / "configs"
 
@@ -36,8 +37,38 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
     assert parse(write("")) == parse([])
 
 
+def test_words_of_public_guides_take_effect(write):
+    flags = "--use_fp8 --fp8_format hybrid --fp8_recipe delayed --fp8_margin 1 --fp8_interval 1 --use_tensorboard "
+    flags += "--run_name x_y --checkpoint_freq 5 --eval_freq=5 --checkpoint_dir d --max_lr 1e-3 --no_wandb "
+    found = parse([*flags.split(), "--auto_batch_size", "--resume", "latest", "--list_checkpoints"])
+    assert (found.run_name, found.out, found.max_lr) == ("x_y", Path("d"), 1e-3)
+    assert (found.tensorboard, found.wandb, found.micro_batch) == (True, False, "auto")
+    text = (
+        "dataset: tinyshakespeare\nlearning_rate: 1e-3\nuse_wandb: false\nauto_batch_size: true\n"
+    )
+    text += "fp8_format: hybrid\nmax_batch_size: 8\nmin_lr_ratio: 0.1\nwarmup_steps: 3\nnum_workers: 4\n"
+    with pytest.warns(Fp8StackWarning, match="num_workers has no effect: windows are read"):
+        found = parse(write(text))
+    assert (found.data, found.max_lr, found.micro_batch) == ("tinyshakespeare", 1e-3, "auto")
+    assert parse(write("micro_batch: 1")).micro_batch == 1  # which is not true
+
+
+def test_words_without_a_counterpart_are_answered_all_at_once(write):
+    for name, told in ANSWERS.items():
+        with pytest.raises(ConfigError, match=f"there is no option '--.*: {told[:20]}"):
+            parse([f"--{name}", "3"])
+    text = "".join(f"{name}: 3\n" for name in (*ANSWERS, "stepz"))
+    with pytest.raises(ConfigError) as error:
+        parse(write(text))
+    assert all(
+        f"there is no option {name!r}: {told}" in str(error.value) for name, told in ANSWERS.items()
+    )
+    assert "there is no option 'stepz'. Did you mean \"steps\"?" in str(error.value)
+
+
 REFUSED = {  # flags: what is said
     "--opt-level o2": r'--opt-level: got .o2., must be one of O0, O1, O2, off. Did you mean "O2"',
+    "--opt-level O3": 'MS-AMP has an O3; what it does is "O2" here',
     "--optimizer-bits 16": "--optimizer-bits: got 16, must be one of 32, 8, 4",
     "--steps 0": "--steps: got 0, must be a whole number of 1 or more",
     "--micro-batch 0": 'of 1 or more, or "auto"',

@@ -44,14 +44,8 @@ ANY = (  # which may be no multiple of 16
     "tiles", "across", "pairs", "experts",
 )  # fmt: skip
 NUMBERS = {
-    "growth": "fp32",
-    "eps": "fp32",
-    "share": "fp32",
-    "rest": "fp32",
-    "low": "fp32",
-    "high": "fp32",
-    "timeout": "i64",
-}  # and i32
+    "growth": "fp32", "eps": "fp32", "share": "fp32", "rest": "fp32", "low": "fp32", "high": "fp32", "timeout": "i64",
+}  # and i32  # fmt: skip
 POINTERS = {  # where a case says nothing else; and fp32
     "table_ptr": "i64", "owner_ptr": "i32", "amax_ptr": "i32", "partial_ptr": "fp64", "group_ptr": "fp64",
     "group_of_ptr": "i32", "index_ptr": "i32", "parts_ptr": "i32", "seed_ptr": "i32", "slots_ptr": "i32",

@@ -66,11 +66,8 @@ CASTS = {  # kernels that use the hardware's casts where there are any
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
 }  # fmt: skip
 INEXACT = (
-    "_activation_",
-    "_expert_",
-    "_rmsnorm_",
-    "_cross_entropy_",
-)  # the GPU's exponential and root
+    "_activation_", "_expert_", "_rmsnorm_", "_cross_entropy_",
+)  # the GPU's exponential and root  # fmt: skip
 CAST_NOTHING = {
     ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),
     ("_quantize_blocks_kernel", "ue3m5, fp32"), ("_quantize_blocks_kernel", "s1e3m4, fp32, odd rows"),

@@ -309,11 +309,8 @@ def test_all_codes_of_a_graph_are_written_by_our_operators(device):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     results(compiled, torch.randn(20, 48, device=device, dtype=torch.bfloat16))
     moved = {
-        "<built-in function getitem>",
-        "aten.t.default",
-        "aten.view.default",
-        "aten.permute.default",
-    }
+        "<built-in function getitem>", "aten.t.default", "aten.view.default", "aten.permute.default",
+    }  # fmt: skip
     assert {name for name in made if name not in moved} == {
         "fp8stack.cast.default", "fp8stack.activation_cast.default", "fp8stack.activation_backward_cast.default"
     }  # fmt: skip

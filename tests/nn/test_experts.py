@@ -16,11 +16,8 @@ from fp8stack.nn import grouped
 transformers = pytest.importorskip("transformers")
 HIDDEN, INNER, NUMBER, COUNT, TOKENS = 64, 48, 6, 2, 70
 KINDS = {
-    "Qwen3Moe": "silu",
-    "Mixtral": "silu",
-    "DeepseekV3": "silu",
-    "GptOss": "",
-}  # and the activation
+    "Qwen3Moe": "silu", "Mixtral": "silu", "DeepseekV3": "silu", "GptOss": "",
+}  # and the activation  # fmt: skip
 
 
 def build(kind, device="cpu", dtype=torch.float32):

@@ -631,14 +631,11 @@ class Aliased(Owner):
 
 again = checkpoint
 ODD = {  # what multiplies in FP8 of it
-    "in place": (Owner, {"w"}),
-    "built-in": (lambda: Owner(BuiltIn()), {"w"}),
-    "static": (lambda: Owner(Static()), {"w"}),
-    "settings": (lambda: Owner(config=Settings()), {"w"}),
-    "unique": (lambda: Owner(Unique()), {"w"}),
-    "router": (lambda: Owner(Router()), {"w"}),
+    "in place": (Owner, {"w"}), "built-in": (lambda: Owner(BuiltIn()), {"w"}),
+    "static": (lambda: Owner(Static()), {"w"}), "settings": (lambda: Owner(config=Settings()), {"w"}),
+    "unique": (lambda: Owner(Unique()), {"w"}), "router": (lambda: Owner(Router()), {"w"}),
     "closure": (Aliased, set()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
