@@ -339,7 +339,7 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether this is torch's or fp8stack's optimizer of this name."""
     own = type(optimizer)
     if not _is_ours(optimizer):
-        return own.__name__ == name and own.__module__.startswith("torch.optim.")
+        return own.__name__ == name and f"{own.__module__}.".startswith("torch.optim.")
     return any(kind.__name__ == name for kind in own.__mro__)
 
 
