@@ -22,7 +22,7 @@ from typing import Any
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .other_words import ANSWERS, IDLE, NAMES
+from .other_words import ANSWERS, FILES, IDLE, NAMES
 
 KINDS = {
     "bool": "true or false",
@@ -213,7 +213,9 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
+        here = FILES.get(Path(path).name)
+        meant = f" What that guide has in it is here {here}." if here else ""
+        raise ConfigError(f"--config {path}: cannot be read ({error}).{meant}") from error
     try:
         # Not constructed before it is known to be flat: a few lines of aliases can stand for gigabytes.
         lines = _lines(path, yaml.compose(text, yaml.SafeLoader), {r.name: r for r in fields(kind)})

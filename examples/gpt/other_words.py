@@ -29,3 +29,10 @@ IDLE = {
     "num_workers": "windows are read from mapped files by the training process itself, which never waits for them"
 }
 """Why an option has no effect here."""
+FILES = {
+    "fineweb_edu_bf16.yaml": "--config examples/configs/fineweb_edu_fp8.yaml --no-fp8",
+    "openwebtext_adaptive_batch.yaml": "--config examples/configs/auto_batch.yaml --data openwebtext",
+    "test_auto_batch.yaml": "--config examples/configs/auto_batch.yaml",
+    "test_fp8.yaml": "--config examples/configs/tiny.yaml",
+}
+"""What to give here instead of a guide's configuration."""

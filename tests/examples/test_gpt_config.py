@@ -3,14 +3,14 @@
 import re
 import warnings
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 from gpt import config
 from gpt.config import Config, parse
 from gpt.model import SIZES
-from gpt.other_words import ANSWERS
+from gpt.other_words import ANSWERS, FILES
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
@@ -64,6 +64,20 @@ def test_words_without_a_counterpart_are_answered_all_at_once(write):
         f"there is no option {name!r}: {told}" in str(error.value) for name, told in ANSWERS.items()
     )
     assert "there is no option 'stepz'. Did you mean \"steps\"?" in str(error.value)
+    for name, here in FILES.items():
+        with pytest.raises(ConfigError, match=f"cannot be read .* is here {here}"):
+            parse(["--config", f"configs/{name}"])
+        parse([str(CONFIGS.parents[1] / part) if "/" in part else part for part in here.split()])
+
+
+def test_every_run_of_the_sweep_has_options_that_there_are():
+    yaml = pytest.importorskip("yaml")
+    sweep = yaml.safe_load((CONFIGS.parent / "wandb_sweep.yaml").read_text())
+    assert (CONFIGS.parents[1] / sweep["program"]).exists()
+    fixed = [part for part in sweep["command"] if part.startswith("--")]
+    names, values = zip(*((n, v["values"]) for n, v in sweep["parameters"].items()), strict=True)
+    for chosen in product(*values):  # as an agent gives them
+        parse([*fixed, *(f"--{name}={value}" for name, value in zip(names, chosen, strict=True))])
 
 
 REFUSED = {  # flags: what is said

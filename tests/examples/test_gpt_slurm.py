@@ -15,7 +15,7 @@ from workers_gpt import read
 
 FOLDER = Path(config.__file__).parents[1] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
-JOBS = [path for path in SCRIPTS if path.stem not in ("node", "requeue")]
+JOBS = [path for path in SCRIPTS if path.stem not in ("node", "requeue", "wandb_agent")]
 NODES = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
 ARRAY = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "123456"}
 PATH = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
@@ -87,6 +87,10 @@ def test_jobs_start_a_process_for_each_gpu_and_nodes_meet_at_the_first(submit):
         assert "examples/slurm/node.sh" in given[: at - len(launch)]
         options = config.parse(given[at + 1 :])
         assert (options.resume, options.model, options.steps) == ("auto", "tiny", 7)
+
+
+def test_agents_take_runs_of_the_sweep(submit):
+    assert submit("wandb_agent.sh", SWEEP_ID="u/p/1") == ["wandb", "agent", "u/p/1"]
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
