@@ -104,12 +104,12 @@ def test_delayed_scaling_goes_on_with_its_histories(options, tmp_path):
 
 
 def test_histories_that_do_not_fit_are_named(tmp_path):
-    original, other = delayed(), delayed(skip=["head"])[0]
+    original, other = delayed(head="fp8"), delayed(skip=["head"])[0]
     train(*original, 2)
     state = through_file(scaling_state(original[0]))
     with pytest.raises(CheckpointError, match="only the state has 'head'"):
         load_scaling_state(other, state)
-    longer = build("O0", fp8_recipe="delayed", amax_history_len=16)[0]
+    longer = build("O0", fp8_recipe="delayed", amax_history_len=16, head="fp8")[0]
     before = scaling_state(longer)
     with pytest.raises(CheckpointError, match=r"up\.x has 11 elements.*19.*amax_history_len"):
         load_scaling_state(longer, state)
