@@ -1,4 +1,4 @@
-"""Steps on hard gradients: every optimizer and format, held to the bounds that docs/numerics.md states.
+"""Steps on hard gradients: every optimizer and format, held to the bounds below.
 
 A case draws an optimizer, formats, hyper-parameters, a shape and a sequence of gradients. Before each step its moments
 and master are read; float64 steps from the same values with the same gradient, and what is then stored must be within
@@ -37,7 +37,7 @@ UNDERFLOW = 2.0**-147  # what a few products may lose
 LARGEST = GRAD_LIMIT * (1 - 2.0**-24)  # of float32 below the limit
 
 # What is stored of x is at most max(relative × |x|, least × A) off, A being the largest |x| in the block of 128, or in
-# the tensor. Of v in blocks x is the root. These numbers are those of docs/numerics.md.
+# the tensor. Of v in blocks x is the root. docs/numerics.md states those of the default and of "4bit".
 BLOCK_MOMENTS = {
     "s1e3m4": (2.0**-4, 1 / 1984), "e4m3": (2.0**-3, 1 / 229376), "ue3m5": (2.0**-5, 1 / 4032),
     "e4m3_root": (2.0**-3, 1 / 229376), "ue3m1": (2.0**-1, 1 / 192),

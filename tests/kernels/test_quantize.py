@@ -164,7 +164,7 @@ def test_negative_second_moment_is_reported_not_hidden(fmt, device):
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_the_smallest_numbers_are_off_by_half_a_step_of_the_smallest_scale(fmt, device):
-    """Those of docs/numerics.md: 2^-137 in E4M3, 2^-144 in E5M2; what float32 has between zero and that is zero."""
+    """2^-137 in E4M3, 2^-144 in E5M2; what float32 has between zero and that is zero."""
     step = LEAST_SCALE * fmt.min_positive
     sizes = torch.tensor([LEAST_SCALE * fmt.max, 1e-37, 1e-38, 1e-41, 2.0**-136, step, 2.0**-149])
     x = (sizes[:, None] * torch.linspace(-1, 1, 128)).to(device)
