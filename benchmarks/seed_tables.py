@@ -144,9 +144,6 @@ def gradient_noise(records: list[Record]) -> list[str]:
 TABLES = {}
 if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
     TABLES["crossed"] = lambda: crossed(read("crossed"))
-    TABLES["crossed-short"] = lambda: crossed(
-        [r for r in read("crossed", model="gpt2") if not r["params"].get("flags")]
-    )
     TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
 if (RESULTS / "gradient_noise.jsonl").exists():
     TABLES["gradient-noise"] = lambda: gradient_noise(read("gradient_noise", model="smollm2-135m"))
