@@ -43,7 +43,8 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert "31 layers of 4,096" in text
     assert "give --sizes" in text  # the shape was made up, which is said
     document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
-    assert all(line.rstrip() in document for line in text.splitlines())
+    (shown,) = re.findall(r"```text\n(.*?)```", document, re.S)
+    assert [line for line in shown.splitlines() if line not in text.splitlines()] == []
     lines = [line for line in text.splitlines() if line.strip()]
     lines = {line.split("  ")[0].strip(): line.split()[-1] for line in lines}
     assert lines["total"] == f"{columns['O2']['total'] / 2**30:,.2f}"
@@ -132,20 +133,35 @@ def test_it_reads_a_config(estimated, tmp_path, capsys):
     )
 
 
-def test_the_document_shows_what_a_configuration_gives(tmp_path, capsys):
+def test_a_mixture_of_experts_has_these_numbers(tmp_path, capsys):
     """Its columns but for what fits, of which a minute's search is left out."""
-    document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
-    (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", document, re.S)[1])
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 32,
+        "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--hf-config", str(tmp_path), "--seq", "4096", "--opt-level", "O2"]
     assert main(["estimate", *options]) == 0
-    shown = [line.split() for line in document.splitlines()]
-    printed = [line.split() for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()]
-    printed = [
-        words for words in printed if "─" not in words[0]
-    ]  # the label of the search is wider
-    assert printed[-1][0] == "total"
-    assert len(printed) == 14
-    assert all(words in shown for words in printed)
+    head, *rows = capsys.readouterr().out.partition("\n\nfp32:")[0].splitlines()
+    made = "2,661,602,304 parameters, 1,302,647,808 of them active for a token"
+    assert head == f"{made}: Qwen3MoeForCausalLM"
+    printed = {row[:20].strip(): row[20:].split() for row in rows}
+    expected = {
+        "GiB": "fp32 bf16 8bit O2",
+        "weights": "9.92 9.92 4.96 4.96",
+        "masters": "- - - 2.48",
+        "gradients": "9.92 9.92 4.96 2.56",
+        "m": "9.92 9.92 2.52 2.56",
+        "v": "9.92 9.92 2.52 2.56",
+        "activations": "43.88 18.29 11.27 8.61",
+        "temporary": "4.64 4.64 4.64 4.64",
+        "peak at once": "78.26 52.68 25.90 25.80",
+        "at": "backward backward backward backward",
+        "context and slack": "2.93 2.17 1.36 1.36",
+        "total": "81.20 54.84 27.27 27.16",
+    }
+    assert {name: printed[name] for name in expected} == {n: v.split() for n, v in expected.items()}
 
 
 def test_a_model_that_cannot_run_gets_no_verdict(tmp_path, capsys):
