@@ -128,9 +128,9 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     places += [conflicts.ACCUMULATION] if options.accumulate else []
     for recipe in recipes:
         conflicts.refuse_conflicts(recipe, *places)
+    notes += ["--fuse changes nothing: estimates are of fuse=False"] * bool(options.fuse)
     if recipes[0].frozen == "fp8":
-        told = "all parameters of an estimate are trained. fp8stack plan counts a model with a frozen base"
-        raise ConfigError(f"--frozen fp8: {told}.")
+        raise ConfigError("--frozen fp8: an estimate trains all of a model. Use fp8stack plan.")
     if options.gpu and divmod(GPUS[options.gpu][1], 10) < FP8_CAPABILITY:
         lacking = f"{options.gpu} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):

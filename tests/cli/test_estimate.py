@@ -81,8 +81,9 @@ def test_compiled_models_keep_less(estimated, capsys):
     assert main(["estimate", *options, "--compile"]) == 0
     assert "4 × 4096 tokens, compile." in capsys.readouterr().out
     assert not any("measured on one GPU" in note for note in data["notes"])
-    data, _ = estimated(*options, "--compile", "--ranks", "2", "--fsdp")
-    assert any("measured on one GPU" in note for note in data["notes"])
+    data, _ = estimated(*options, "--compile", "--ranks", "2", "--fsdp", "--fuse")
+    for told in ("measured on one GPU", "--fuse changes nothing"):
+        assert any(told in note for note in data["notes"])
 
 
 @pytest.mark.parametrize("gpu", ["A100", "RTX A6000", "RTX 4090", "B300"])
