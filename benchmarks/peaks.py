@@ -76,12 +76,22 @@ def shape_of_gpt(model: dict[str, Any], seq: int) -> Shape:
 
 
 def measured() -> list[Peak]:
-    """Return the peaks of all records that the estimate covers; training.jsonl need not be there."""
-    sources: list[Callable[[], Iterator[Peak]]] = [_steps, _whole_steps, _fitting]
-    sources += [_frameworks, _data_parallel]
+    """Return the peaks of all records that the estimate covers."""
+    return [peak for peaks in by_kind().values() for peak in peaks]
+
+
+def by_kind() -> dict[str, list[Peak]]:
+    """Return the same by what was run; training.jsonl need not be there."""
+    sources: dict[str, Callable[[], Iterator[Peak]]] = {
+        "forward and backward, GPT-2 and Llama blocks": _steps,
+        "whole steps of a 1.1 B Llama": _whole_steps,
+        "the most that fits, 1.1 to 27.5 B": _fitting,
+        "DeepSpeed, FSDP2, Accelerate, two GPUs": _frameworks,
+        "`fp8stack.comm.DataParallel`, four GPUs": _data_parallel,
+    }
     if (RESULTS / "training.jsonl").exists():
-        sources.append(_training)
-    return list({peak.name: peak for source in sources for peak in source()}.values())
+        sources["the training application"] = _training
+    return {kind: [*{p.name: p for p in source()}.values()] for kind, source in sources.items()}
 
 
 def _kept_codes(record: dict[str, Any], precision: Precision) -> bool:
@@ -100,11 +110,12 @@ def _as_then(precision: Precision, record: dict[str, Any]) -> Precision:
 
 def table() -> list[str]:
     rows = []
-    for peak in measured():
-        planned = peak.estimate
-        off = f"{100 * (planned / peak.gib - 1):+.1f} %"
-        rows.append((peak.name, f"{planned:.2f}", f"{peak.gib:.2f}", off))
-    return lines(("", "estimate", "measured", ""), rows)
+    for kind, peaks in by_kind().items():
+        off = sorted(100 * (p.estimate / p.gib - 1) for p in peaks)
+        sizes = sorted(p.gib for p in peaks)
+        span = f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
+        rows.append((kind, str(len(peaks)), span, f"{off[0]:+.1f} to {off[-1]:+.1f} %"))
+    return lines(("", "peaks", "GiB", "estimate, beside what was measured"), rows)
 
 
 def _steps() -> Iterator[Peak]:
