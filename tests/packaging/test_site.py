@@ -5,6 +5,8 @@ from pathlib import Path
 
 from helpers import run_python
 
+import fp8stack
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,6 +24,12 @@ def test_the_site_builds_without_a_warning(tmp_path):
         # what Python-Markdown leaves as it is where the forge sees lists, blocks of code and tables
         left = re.findall(r"\n(?:[-*] |\d+\. ).*|```.*|\|---.*|\*\*.*", text)
         assert not left, f"{name}: {left}"
+    reference = (tmp_path / "reference/index.html").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r'id="(fp8stack[.\w]+)"', reference)}
+    assert {*fp8stack.__all__, *fp8stack.optim.__all__, *fp8stack.comm.__all__} - shown <= {
+        "__version__",
+        "levels",
+    }
 
 
 def test_files_that_the_architecture_names_exist():
