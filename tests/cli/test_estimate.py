@@ -123,7 +123,7 @@ def test_it_reads_a_config(estimated, tmp_path, capsys):
         ("--seq", "1025"): "seq=1025, and GPT2LMHeadModel has 1024 positions",
         ("--compile",): "compile=True is counted by a formula, which GPT2LMHeadModel has none of",
         ("--opt-level", "O2", "--compute", "te"): "compute='te' is counted by a formula",
-        ("--frozen", "fp8"): "fp8stack plan counts a model with a frozen base",
+        ("--frozen", "fp8"): "an estimate trains all of a model. Use fp8stack plan",
     }
     for more, message in refused.items():
         assert message in refused_in_a_line(capsys, "estimate", *options, *more)
