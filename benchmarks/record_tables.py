@@ -524,16 +524,21 @@ MODELS = {
 }  # fmt: skip
 
 
+def measured_on_h100(model: str) -> tuple[dict[str, Record], Record | None, Record, float | None]:
+    """Return a model's records by variant, those of bf16 and O2, and how much faster O2 is with both compiled."""
+    found = by_variant(r for r in read("real_models", model=model) if "H100" in r["gpu"])
+    both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
+    return found, found.get("bf16"), found["O2"], both[0] / both[1] if len(both) == 2 else None
+
+
 @table("real-models-short")
 def real_models_in_short() -> list[str]:
     """Tabulate a whole step of transformers' models in bf16 and at O2: time and memory."""
     rows = []
     for model, words in MODELS.items():
-        found = by_variant(r for r in read("real_models", model=model) if "H100" in r["gpu"])
-        base, o2 = found.get("bf16"), found["O2"]
-        both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
+        _, base, o2, compiled = measured_on_h100(model)
         cells = [f"{o2['base_ms']:.0f} → {o2['value']:.0f}", f"**{o2['speedup']:.2f} ×**"]
-        cells += [f"{both[0] / both[1]:.2f} ×" if len(both) == 2 else ""]
+        cells += [f"{compiled:.2f} ×" if compiled else ""]
         cells += [f"{base['peak_gib']:.0f} → {o2['peak_gib']:.0f}" if base else ""]
         rows.append((words, *cells))
     heads = ("ms a step", "faster", "both compiled", "peak GiB")
@@ -545,15 +550,13 @@ def real_models() -> list[str]:
     """Tabulate whole steps of transformers' models; what was not run has a dash."""
     rows = []
     for model, words in MODELS.items():
-        found = by_variant(r for r in read("real_models", model=model) if "H100" in r["gpu"])
-        base, o2 = found.get("bf16"), found["O2"]
+        found, base, o2, compiled = measured_on_h100(model)
         cells = [f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
         cells += [f"{found[v]['speedup']:.2f}" for v in ("O0", "O1")]
         cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
         graphed = found.get("O2 graphed")
         cells += [f"{graphed['speedup']:.2f}" if graphed else "-"]
-        both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
-        cells += [f"{both[0] / both[1]:.2f}" if len(both) == 2 else "-"]
+        cells += [f"{compiled:.2f}" if compiled else "-"]
         cells += [f"{base['peak_gib']:.1f}" if base else "-", f"{o2['peak_gib']:.1f}"]
         rows.append((f"{words}, {o2['params']['tokens']:,} tokens", *cells))
     heads = (

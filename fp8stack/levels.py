@@ -15,12 +15,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from .conflicts import refuse_conflicts
 from .errors import ConfigError, did_you_mean
 
-CHOICES: Mapping[str, tuple[Any, ...]] = {
+CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "compute": ("auto", "te", "native", "bf16"),
     "fp8_format": ("hybrid", "e4m3", "e5m2"),
     "fp8_recipe": ("auto", "current", "tokenwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"),
@@ -36,11 +37,11 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
     "fuse": (True, False), "fuse_loss": (False, True), "matmuls": ("auto", True, False),
     "step_in_backward": (False, True), "fp8_fast_accum": (None, False, True),
-}  # fmt: skip
-PRECISIONS: Mapping[str, str] = {
+})  # fmt: skip
+PRECISIONS: Mapping[str, str] = MappingProxyType({
     "fp8": "", "forward-bf16": "forward", "backward-bf16": "dgrad wgrad", "wgrad-bf16": "wgrad",
     "bf16": "forward dgrad wgrad",
-}  # fmt: skip
+})  # fmt: skip
 """How a layer multiplies, and its products that are then in bfloat16 (`fp8stack/nn/precision.py`)."""
 
 FINITE = sys.float_info.max
@@ -237,13 +238,14 @@ def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
     return tuple((p, check_choice("precision", v, tuple(PRECISIONS), where)) for p, v in pairs)
 
 
-LEVELS: Mapping[str, Recipe] = {
+LEVELS: Mapping[str, Recipe] = MappingProxyType({
     "O0": Recipe("O0"),
     "O1": Recipe("O1", gradients="fp8"),
     "O2": Recipe("O2", gradients="fp8", states="8bit", master="auto"),
-}
+})  # fmt: skip
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"fp8-lm": {"states": "fp8-lm", "master": "fp16"}}
+_FP8_LM: Mapping[str, Any] = MappingProxyType({"states": "fp8-lm", "master": "fp16"})
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"fp8-lm": _FP8_LM})
 """Named sets of overrides for O2. "fp8-lm" keeps the state formats of the FP8-LM paper."""
 
 

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -59,6 +60,19 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+BROWSERS = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell",
+)  # fmt: skip
+
+
+def find_browser() -> str:
+    """Return the path of a browser; skip the test where none is installed."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no page was shown to a browser: none of {', '.join(BROWSERS)} is installed")
+    return browser
 
 
 def run_python(*arguments: Any, cwd: Any = None, **environment: str) -> Any:

@@ -63,9 +63,8 @@ class Attention(Mixin):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, laid out as the query, and the weights [N, L, S] or [N, heads, L, S] if needed."""
-        given = query, key, value, *self.parameters()
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if not self.training and not wanted:
+        given = (query, key, value, *self.parameters()) if torch.is_grad_enabled() else ()
+        if not self.training and not any(x.requires_grad for x in given):
             return nn.MultiheadAttention.forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,  # type: ignore[arg-type]
                 average_attn_weights, is_causal,

@@ -1,7 +1,6 @@
 """benchmarks/report.py: a page of all records, that a browser shows, as it does the demo's; and its pictures."""
 
 import re
-import shutil
 import subprocess
 
 import corpus
@@ -10,10 +9,8 @@ import demo_report
 import pytest
 import report
 from gpt import ModelConfig
+from helpers import find_browser
 
-BROWSERS = (
-    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell",
-)  # fmt: skip
 WIDTHS = """<script>addEventListener("load", () => {
     const drawn = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect().width)
     document.body.dataset.widths = [...document.images].map(i => i.naturalWidth).concat(drawn) })</script>"""
@@ -21,9 +18,7 @@ WIDTHS = """<script>addEventListener("load", () => {
 
 def assert_shown(page, pictures, folder):
     """Show a page to a browser, which draws all its pictures. Skips where no browser is installed."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no page was shown to a browser: none of {', '.join(BROWSERS)} is installed")
+    browser = find_browser()
     path = folder / "shown.html"
     path.write_text(page.replace("</html>", WIDTHS + "</html>"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]

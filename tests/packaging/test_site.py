@@ -4,13 +4,12 @@ import functools
 import http.server
 import json
 import re
-import shutil
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import find_browser, run_python
 
 import fp8stack
 
@@ -67,10 +66,7 @@ def test_the_site_builds_without_a_warning(site):
 
 def test_nothing_is_cut_on_a_phone_or_a_laptop(site, tmp_path):
     """In a real browser no page is wider than the window: wide tables and code scroll by themselves."""
-    if (browser := shutil.which("chromium") or shutil.which("google-chrome")) is None:
-        pytest.skip(
-            "no page was shown to a browser: neither chromium nor google-chrome is installed"
-        )
+    browser = find_browser()
     pages = [str(path.relative_to(site)) for path in site.rglob("index.html")]
     measure = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
     (site / "measure.html").write_text(measure)
