@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accuracy import ALL_FP8, BLOCKWISE, CURRENT, MODELS, THROUGHOUT, add_text, build
+from accuracy import ALL_FP8, BLOCKWISE, CURRENT, MLPS, MODELS, THROUGHOUT, add_text, build
 from common import ROOT, add_choices, append_records, read_choices
 from seed_tables import fine_tuning
 from timing import Numbers, attempt
@@ -66,6 +66,8 @@ VARIANTS = [
     Variant("O0, blockwise", "O0", BLOCKWISE),
     Variant("O0, head bf16", "O0", {"head": "bf16"}),
     Variant("O0, first_last=2", "O0", {"first_last": 2}),
+    Variant("O0, attention in bf16, first_last=2", "O0", MLPS | {"first_last": 2}),
+    Variant("O0, forward in bf16", "O0", {"precision_for": {"*": "forward-bf16"}}),
     Variant(
         "O0, backward in bf16", "O0", {"precision_for": {"*": "backward-bf16", "lm_head": "bf16"}}
     ),
