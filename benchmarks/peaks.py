@@ -1,7 +1,7 @@
-"""Peaks of memory that were measured, beside what `fp8stack estimate` says of them: a table of docs/estimate.md.
+"""Peaks of memory that were measured, beside what `fp8stack estimate` says of them.
 
-`measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
-`tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
+`measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one. Shapes of the models
+of `models.py` and of the application are made here. tests/test_planning.py compares both, and docs/cli.md with them.
 
 Limits: no fused layers. Native layers kept FP8 codes of their weights
 from forward to the optimizer's step once, unless told not to ("cache off"); records of that time are left out.
@@ -10,7 +10,7 @@ from forward to the optimizer's step once, unless told not to ("cache off"); rec
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import end_to_end
 import memory
 import torch
 from models import MODELS, PLAIN, Config
-from record_tables import RESULTS, lines, read
+from record_tables import RESULTS, read
 from training_tables import ALL_IN_FP8, named
 
 from fp8stack.levels import recipe_for
@@ -76,22 +76,10 @@ def shape_of_gpt(model: dict[str, Any], seq: int) -> Shape:
 
 
 def measured() -> list[Peak]:
-    """Return the peaks of all records that the estimate covers."""
-    return [peak for peaks in by_kind().values() for peak in peaks]
-
-
-def by_kind() -> dict[str, list[Peak]]:
-    """Return the same by what was run; training.jsonl need not be there."""
-    sources: dict[str, Callable[[], Iterator[Peak]]] = {
-        "forward and backward, GPT-2 and Llama blocks": _steps,
-        "whole steps of a 1.1 B Llama": _whole_steps,
-        "the most that fits, 1.1 to 27.5 B": _fitting,
-        "DeepSpeed, FSDP2, Accelerate, two GPUs": _frameworks,
-        "`fp8stack.comm.DataParallel`, four GPUs": _data_parallel,
-    }
-    if (RESULTS / "training.jsonl").exists():
-        sources["the training application"] = _training
-    return {kind: [*{p.name: p for p in source()}.values()] for kind, source in sources.items()}
+    """Return the peaks of all records that the estimate covers; training.jsonl need not be there."""
+    sources = [_steps, _whole_steps, _fitting, _frameworks, _data_parallel]
+    sources += [_training] if (RESULTS / "training.jsonl").exists() else []
+    return [peak for source in sources for peak in {p.name: p for p in source()}.values()]
 
 
 def _kept_codes(record: dict[str, Any], precision: Precision) -> bool:
@@ -106,16 +94,6 @@ def _as_then(precision: Precision, record: dict[str, Any]) -> Precision:
     if precision.recipe is None or record.get("time", SELECTED) >= SELECTED:
         return precision
     return replace(precision, recipe=replace(precision.recipe, select="all"))
-
-
-def table() -> list[str]:
-    rows = []
-    for kind, peaks in by_kind().items():
-        off = sorted(100 * (p.estimate / p.gib - 1) for p in peaks)
-        sizes = sorted(p.gib for p in peaks)
-        span = f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
-        rows.append((kind, str(len(peaks)), span, f"{off[0]:+.1f} to {off[-1]:+.1f} %"))
-    return lines(("", "peaks", "GiB", "estimate, beside what was measured"), rows)
 
 
 def _steps() -> Iterator[Peak]:

@@ -43,7 +43,6 @@ HERE = {
 }  # fmt: skip
 ELSEWHERE = {  # the test that runs a page's other commands
     "docs/cli.md": "tests/cli/test_documentation.py",
-    "docs/estimate.md": "tests/cli/test_estimate.py",
 }
 NOT_RUN = {  # a command, or how several begin, and why
     "make demo": "installs, and trains for minutes; tests/examples/test_demo.py runs what it runs, with less",
@@ -93,10 +92,6 @@ def test_every_command_is_run_or_has_its_reason():
     said = " ".join([*NOT_RUN.values(), *ELSEWHERE.values()])
     for path in re.findall(r"tests/[\w/.]+\w|\.ci\b", said):
         assert (ROOT / path).exists(), path
-    assert shown("docs/estimate.md") == [
-        "fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100",
-        "fp8stack estimate --hf-config config.json --seq 4096 --opt-level O2 --gpu H200",
-    ]
 
 
 def test_a_checkpoint_is_converted_and_shown_from_its_file_alone(run, tmp_path, capsys):

@@ -23,6 +23,8 @@ def there(tmp_path, monkeypatch):
     (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.S)
     (tmp_path / "train.py").write_text(source)
     (tmp_path / "ds_config.json").write_text('{"train_batch_size": 8}')
+    sizes = '"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 4096'
+    (tmp_path / "config.json").write_text(f'{{"model_type": "gpt2", {sizes}}}')
     names = {}
     exec(compile(source, "train.py", "exec"), names)
     model = names["build_model"]()
@@ -47,15 +49,15 @@ def test_commands_print_what_is_shown(there, capsys):
         if command.startswith("inspect"):  # the size of the file is that of torch's version
             assert printed[0].startswith("run.pt: fp8stack.checkpoint, ")
             printed, shown = printed[1:], shown.partition("\n")[2]
-        printed = [re.sub(r"^fp8stack \S+ ·", "fp8stack 0.1.0 ·", line) for line in printed]
-        assert printed == lines(shown)
+        left = iter(printed)  # some lines are left out
+        assert [line for line in lines(shown) if line not in left] == []
 
 
 def test_the_other_commands_run(there, capsys):
     commands = [
         c for block in re.findall(r"```sh\n(.*?)```", DOCUMENT, re.S) for c in block.splitlines()
     ]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "fp8stack"
@@ -65,6 +67,5 @@ def test_the_other_commands_run(there, capsys):
         assert capsys.readouterr().out
 
 
-def test_every_command_is_in_the_table():
-    for name in COMMANDS:
-        assert f"| [`{name}`](" in DOCUMENT
+def test_every_command_has_its_section():
+    assert re.findall(r"^## (\w+)$", DOCUMENT, re.M) == [*COMMANDS]
