@@ -1,4 +1,4 @@
-"""The tables of training: whole steps, what fits, how exact gradients are, attention, long runs; see `tables.py`."""
+"""The tables of training: whole steps, what fits, how exact gradients are, long runs; see `tables.py`."""
 
 from __future__ import annotations
 
@@ -147,45 +147,6 @@ def gradients() -> list[str]:
     return lines(("", *heads), rows)
 
 
-ATTENTION = {
-    "plain, as it is written": "plain",
-    "SDPA, its own choice": "sdpa, its choice",
-    "SDPA, cuDNN's": "sdpa cudnn",
-    "SDPA, FlashAttention's": "sdpa flash",
-    "SDPA, memory-efficient": "sdpa efficient",
-    "SDPA, math": "sdpa math",
-    "TransformerEngine": "TransformerEngine",
-}
-HEADS = {
-    "gpt2-1k": "GPT-2's heads",
-    "llama-2k": "Llama-3-8B's heads",
-    "llama-4k": "the same",
-    "llama-16k": "the same",
-}
-REFUSED = {("sdpa math", "llama-16k"): "out of memory"} | {
-    ("sdpa efficient", f"llama-{tokens}"): "no shared heads" for tokens in ("2k", "4k", "16k")
-}
-
-
-def attention() -> list[str]:
-    found = {(r["variant"], r["params"]["model"]): r for r in read("attention")}
-    rows = []
-    for name, variant in ATTENTION.items():
-        cells = []
-        for model in HEADS:
-            if (refused := REFUSED.get((variant, model))) and (variant, model) not in found:
-                cells.append(refused)
-                continue
-            r = found[variant, model]
-            peak = f"{r['peak_gib']:.2f}" if r["peak_gib"] < 1 else f"{r['peak_gib']:.1f}"
-            cells.append(f"{r['value']:.2f} ms, {peak} GiB")
-        rows.append((name, *cells))
-    shapes = [found["plain", model]["params"] for model in HEADS]
-    sizes = [f"{p['batch']} × {p['tokens']:,} tokens" for p in shapes]
-    heads = [f"{name}, {size}" for name, size in zip(HEADS.values(), sizes, strict=True)]
-    return lines(("forward and backward", *heads), rows)
-
-
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
@@ -314,7 +275,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "end-to-end": end_to_end,
     "memory": memory,
     "micro-batches": lambda: micro_batches(read("memory")),
-    "attention": attention,
     "resumed": lambda: resumed(read("resume")),
 }
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error

@@ -55,8 +55,8 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     """Let the blocks of `model`, the elements of its outermost ModuleLists, run as CUDA graphs from the third step on.
 
     Call it after `initialize`. Results are those of the same layers in eager mode, to the last bit, but where gradients
-    of one tensor are added up in another order (docs/compute.md). Layers in blocks multiply in FP8 from as few rows on
-    as under torch.compile, since launches cost the host no time.
+    of one tensor are added up in another order. Layers in blocks multiply in FP8 from as few rows on as under
+    torch.compile, since launches cost the host no time.
 
     Args:
         skip: patterns of names of blocks that are left out.
