@@ -1,5 +1,7 @@
 """The documentation is true: its Python runs, its numbers are those of the records, its links lead somewhere."""
 
+import ast
+import inspect
 import re
 import shlex
 import statistics
@@ -16,6 +18,7 @@ from bounds import BOUNDS, KINDS, bounds
 from helpers import free_port
 
 import fp8stack
+from fp8stack import levels
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -62,6 +65,22 @@ def test_the_application_takes_the_options_that_are_shown(monkeypatch):
                 shown.append(parse(shlex.split(options)).precision)
     assert len(shown) == 13
     assert set(shown) == {"FP8 O1", "FP8 O2", "bf16"}
+
+
+def test_the_table_of_options_has_those_of_initialize_with_their_values_and_defaults():
+    page = (ROOT / "docs/options.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.M))
+    taken = inspect.signature(fp8stack.initialize).parameters
+    own = {name: p.default for name, p in taken.items() if name not in ("model", "optimizer")}
+    del own["overrides"]  # fields of a recipe
+    assert rows.keys() == {*own, *levels.OPTIONS}
+    own |= {name: getattr(levels.LEVELS["O2"], name) for name in levels.OPTIONS}
+    known = levels.CHOICES | {"opt_level": tuple(levels.LEVELS), "preset": (None, *levels.PRESETS)}
+    for name, cell in rows.items():
+        values = [ast.literal_eval(value) for value in re.findall(r"`([^`{\[]+)`", cell)]
+        assert not values or values[0] == own[name], name
+        if name in known:
+            assert sorted(map(str, values)) == sorted(map(str, known[name])), name
 
 
 # --- tables and numbers
