@@ -418,7 +418,9 @@ def experts() -> list[str]:
     faster: dict[str, dict[int, float]] = {}
     for r in (r for r in read("experts") if r["name"] == "experts"):
         faster.setdefault(r["params"]["model"], {})[r["params"]["tokens"]] = r["bf16"] / r["fp8"]
-    rows = [(model, *(f"{found[tokens]:.2f}" for tokens in heads)) for model, found in faster.items()]
+    rows = [
+        (model, *(f"{found[tokens]:.2f}" for tokens in heads)) for model, found in faster.items()
+    ]
     return lines(("× bf16, by tokens", *(f"{tokens:,}" for tokens in heads)), rows)
 
 
