@@ -100,20 +100,6 @@ def optimizer_parity() -> list[str]:
     return lines(heads, rows)
 
 
-WIRE = {"the hook": "hook", "`DataParallel`": "DataParallel"}
-
-
-@table("wire-parity")
-def wire_parity() -> list[str]:
-    found = by_seed("wire_parity")
-    base = found["ddp bf16"]
-    mean = f"{fmean(base.values()):.4f}"
-    rows = [("DistributedDataParallel, bfloat16", mean, "", "")]
-    rows += [(name, *losses(found[variant], base)) for name, variant in WIRE.items()]
-    heads = ("validation loss", "difference, mean", "of each seed")
-    return lines(("two GPUs, 126M parameters, 2,000 steps", *heads), rows)
-
-
 @table("demo")
 def demo() -> list[str]:
     found = by_variant(read("demo"))
@@ -304,73 +290,35 @@ TABLES["train-step"] = train_step
 
 # --- several GPUs
 
-_BF16 = {"NCCL all-reduce, bfloat16": "nccl bf16", "`all_reduce`, bfloat16": "nvlink bf16"}
-_FP8 = {"`all_reduce`, FP8 gradients": "nvlink fp8"}
-_FP32 = {"NCCL all-reduce, float32": "nccl fp32", "`all_reduce`, float32": "nvlink fp32"}
-_SCATTER = {
-    "NCCL reduce-scatter, bfloat16": "nccl reduce_scatter bf16",
-    "`reduce_scatter_tensor`, bfloat16": "nvlink reduce_scatter bf16",
-}
-_OTHERS = {
-    "over NCCL's collectives: bfloat16": "collective bf16",
-    "over NCCL's collectives: FP8 gradients": "collective fp8",
-    "over NCCL's collectives: reduce-scatter": "collective reduce_scatter bf16",
+COLLECTIVES = {
+    "all-reduce, bfloat16": "nvlink bf16",
+    "all-reduce, float32": "nvlink fp32",
+    "reduce-scatter, bfloat16": "nvlink reduce_scatter bf16",
+    "all-reduce, bfloat16, without the kernel": "collective bf16",
 }
 
 
-def collectives(
-    head: str, ranks: int, graphs: bool, powers: Sequence[int], names: dict[str, str]
-) -> list[str]:
-    """Return a table of times by 2**power bytes, and how many times as fast as NCCL's they are."""
-    found = {
-        (r["variant"], r["params"]["size"]): r for r in read("comm", ranks=ranks, graphs=graphs)
-    }
+@table("collectives")
+def collectives() -> list[str]:
+    """Tabulate how many times as fast as NCCL's collectives ours are, by bytes."""
+    found = {(r["variant"], r["params"]["size"]): r for r in read("comm", ranks=4)}
     rows = []
-    for name, variant in names.items():
+    for name, variant in COLLECTIVES.items():
         faster = "speedup_fp32" if variant == "nvlink fp32" else "speedup"
-        cells = []
-        for power in powers:
-            r = found[variant, 2**power]
-            times = "" if variant.startswith("nccl") else f" ({r[faster]:.2f} ×)"
-            cells.append(f"{r['value']:.3f}{times}")
-        rows.append((name, *cells))
-    sizes = [f"{2 ** (p % 10)} {('B', 'KiB', 'MiB', 'GiB')[p // 10]}" for p in powers]
-    return lines((f"{head}, bytes of bfloat16", *sizes), rows)
-
-
-@table("comm-4")
-def comm_of_four() -> list[str]:
-    names = {**_BF16, **_FP8, **_FP32, **_SCATTER, **_OTHERS}
-    return collectives("four H200s", 4, False, (24, 26, 28, 30), names)
-
-
-@table("comm-2")
-def comm_of_two() -> list[str]:
-    names = {**_BF16, **_FP8, **_SCATTER}
-    return collectives("two H200s", 2, False, (24, 26, 28, 30), names)
-
-
-@table("comm-graphs")
-def comm_in_graphs() -> list[str]:
-    return collectives("four H200s", 4, True, (14, 18, 20, 22, 24), {**_BF16, **_FP8})
+        rows.append((name, *(f"{found[variant, 2**p][faster]:.2f}" for p in (24, 26, 30))))
+    return lines(("× NCCL, four H200s", "16 MiB", "64 MiB", "1 GiB"), rows)
 
 
 @table("ddp-step")
 def ddp_step() -> list[str]:
-    rows = []
-    for model, name in (("llama", "1.1 B Llama"), ("gpt2", "GPT-2 124M")):
-        found = by_variant(read("ddp_step", model=model))
-        for words, variant in (
-            (f"{name}, DistributedDataParallel, bfloat16", "ddp bf16"),
-            ("with the hook", "hook"),
-            ("`DataParallel`", "DataParallel"),
-        ):
-            r = found[variant]
-            times = (f"{r['value']:.1f}", f"{r['exposed_ms']:.2f}")
-            sent = (f"{r['gradient_bytes_per_parameter']:.2f}", f"{r['wire_mib']:.0f}")
-            rows.append((words, *times, *sent))
-    heads = ("step, ms", "exposed, ms", "gradients, bytes a parameter", "sent, MiB")
-    return lines(("", *heads), rows)
+    found, rows = by_variant(read("ddp_step", model="llama")), []
+    names = {"ddp bf16": "DDP, bfloat16", "hook": "DDP with the hook", "DataParallel": "`DataParallel`"}
+    for variant, name in names.items():
+        r = found[variant]
+        sent = (f"{r['gradient_bytes_per_parameter']:.2f}", f"{r['wire_mib']:,.0f}")
+        rows.append((name, f"{r['value']:.1f}", *sent))
+    heads = ("step, ms", "gradients, bytes a parameter", "sent, MiB a step")
+    return lines(("Llama of 1.1 B, four H200s", *heads), rows)
 
 
 FRAMEWORKS = {

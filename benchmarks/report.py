@@ -5,7 +5,7 @@
     python benchmarks/report.py --picture run-gpt2 --out docs/assets/long-runs.svg
 
 A section is a picture of one file of records: memory, loss, step time over bytes, bandwidth over size, the roofline of
-products, whole steps, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
+products, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
 the end of the page, as are files without a picture. Each says on which GPU, with which versions, at which commit and by
 which command its records were made; where runs of several days are in a picture, all are listed. Numbers are the
 records', not rounded twice.
@@ -32,7 +32,7 @@ from common import ROOT
 from matplotlib.figure import Figure
 from paired_runs import beside_baseline
 from record_tables import by_variant, layers
-from training_tables import LONG_RUNS, comparable, last_steps, named
+from training_tables import LONG_RUNS, comparable, named
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -92,11 +92,6 @@ SECTIONS = [
         "gradients, masters and optimizer states of each level.", "demo.jsonl", last_of_each, pictures.draw_levels,
     ),
     Section(
-        "largest", "The largest model on one GPU", "Found by training: each bar is a model that took three steps, and "
-        "one block more ran out of memory.", "memory.jsonl",
-        lambda rows: [r for r in last_of_each(rows, model="largest", gib=None) if r["value"]], pictures.draw_largest,
-    ),
-    Section(
         "peers", "Loss beside other libraries' optimizers", "Validation loss with what GPUs without FP8 fall back to, "
         "and with the baseline stepped by other libraries; and how far each seed is off, beside half a percent.",
         "convergence.jsonl",
@@ -117,11 +112,6 @@ SECTIONS = [
     Section(
         "steps", "Forward and backward of Llama blocks", "Four blocks of Llama-3-8B's size over 8,192 tokens.",
         "train_step.jsonl", lambda rows: list(layers(rows).values()), pictures.draw_steps,
-    ),
-    Section(
-        "whole", "A whole training step", "Forward, backward and optimizer of a Llama of 1.1 B parameters over 16,384 "
-        "tokens.", "end_to_end.jsonl", lambda rows: last_steps(r for r in rows if r["params"]["model"] == "llama-1b"),
-        pictures.draw_whole_steps,
     ),
     *(
         Section(
@@ -148,11 +138,6 @@ SECTIONS = [
     Section(
         "monitor", "A Monitor", "What sampling one step of a hundred adds to training.", "monitor_cost.jsonl",
         last_pairs, pictures.draw_monitor,
-    ),
-    Section(
-        "batches", "Micro-batches", "The most sequences of 4,096 tokens that train at once on one GPU, by model and "
-        "method.", "memory.jsonl", lambda rows: [r for r in last_pairs(rows) if r["metric"] == "micro-batch" and
-        r["params"]["gib"] is None], pictures.draw_batches,
     ),
     Section(
         "attention", "Attention", "Causal attention of Llama-3-8B's heads over 4,096 tokens.", "attention.jsonl",

@@ -195,21 +195,9 @@ def draw_steps(figure: Figure, rows: list[Record]) -> None:
     bars(figure, rows, labels, "ms, forward and backward")
 
 
-def draw_whole_steps(figure: Figure, rows: list[Record]) -> None:
-    sizes = [f"{r['resident']['total']:.1f}, {r['peak_gib']:.1f} GiB" for r in rows]
-    labels = [f"{r['value']:.1f} ms, {size}" for r, size in zip(rows, sizes, strict=True)]
-    bars(figure, rows, labels, "ms a step; bytes a parameter between steps; peak of memory")
-
-
 def draw_frameworks(figure: Figure, rows: list[Record]) -> None:
     labels = [f"{r['value']:.1f} ms, {r['peak_gib']:.1f} GiB" for r in rows]
     bars(figure, rows, labels, "ms a step; and the peak of memory")
-
-
-def draw_largest(figure: Figure, rows: list[Record]) -> None:
-    labels = [f"{r['value'] / 1e9:.1f} B, {r['tokens_per_second']:,.0f} tokens/s" for r in rows]
-    billions = [{**r, "value": r["value"] / 1e9} for r in rows]
-    bars(figure, billions, labels, "billions of parameters of the largest model that trains")
 
 
 def draw_attention(figure: Figure, rows: list[Record]) -> None:
@@ -240,21 +228,6 @@ def draw_monitor(figure: Figure, rows: list[Record]) -> None:
     bars(
         figure, [{**r, "value": 100 * r["value"]} for r in named], labels, "% of the time of steps"
     )
-
-
-def draw_batches(figure: Figure, rows: list[Record]) -> None:
-    sizes = list(dict.fromkeys(r["params"]["model"] for r in rows))
-    methods = list(dict.fromkeys(r["variant"] for r in rows))
-    figure.set_size_inches(9, 1 + 0.32 * len(methods))
-    plots = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for plot, size in zip(plots, sizes, strict=True):
-        found = {r["variant"]: r["value"] for r in rows if r["params"]["model"] == size}
-        values = [found.get(m, 0) for m in methods]
-        drawn = plot.barh(methods, values, color=[OURS if is_ours(m) else PEER for m in methods])
-        plot.bar_label(drawn, [str(found.get(m, "")) for m in methods], padding=3, fontsize="small")
-        plot.margins(x=0.25)
-        plot.set(title=size, xlabel="sequences")
-    plots[0].invert_yaxis()
 
 
 def draw_gradients(figure: Figure, rows: list[Record]) -> None:

@@ -8,8 +8,8 @@ A document says where a table goes, with two comments on lines of their own; wha
     <!-- table: convergence -->
     <!-- /table -->
 
-`record_tables.py` has most of them, `peer_tables.py` losses beside peers, `training_tables.py` whole steps and long
-runs, `seed_tables.py` deterministic ones over seeds.
+`record_tables.py` has most of them, `peer_tables.py` losses beside peers, `training_tables.py` long runs,
+`seed_tables.py` deterministic ones over seeds.
 Sentences around a table that repeat one of its numbers are not written from here.
 """
 

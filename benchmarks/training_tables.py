@@ -1,4 +1,4 @@
-"""The tables of training: whole steps, what fits, how exact gradients are, long runs; see `tables.py`."""
+"""The tables of training: how exact gradients are, long runs; see `tables.py`."""
 
 from __future__ import annotations
 
@@ -8,114 +8,6 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from record_tables import RESULTS, Record, by_variant, lines, paired, percent, read, runs_by_seed
-
-STEPS = {
-    "bf16 autocast, torch's fused AdamW": "bf16",
-    "O0": "O0",
-    "O1": "O1",
-    "O2": "O2",
-    "O2, fused": "O2 fused",
-    "O2, fused, delayed": "O2 fused, delayed",
-    "O2, fused, delayed, fast sums": "O2 fused, delayed, fast sums",
-    "O2, fused, no kept codes": "O2 fused, cache off",
-    "TransformerEngine's Linear, torch's fused AdamW": "te AdamW",
-    "bf16, compiled": "bf16 compiled",
-    "O2, fused, delayed, compiled": "O2 fused, delayed compiled",
-    "O2, fused, delayed, fast sums, compiled": "O2 fused, delayed, fast sums compiled",
-}
-
-
-def last_steps(records: Iterable[Record]) -> list[Record]:
-    """Return the whole steps of an H200's last run that has eager ones, and of its last that has compiled ones."""
-    found, records = [], [r for r in records if r["gpu"] == "NVIDIA H200"]
-    for compiled in (False, True):
-        own = [r for r in records if ("compiled" in r["variant"]) == compiled]
-        found += [r for r in own if r["time"] == own[-1]["time"]]
-    return found
-
-
-def end_to_end() -> list[str]:
-    found, rows = by_variant(last_steps(read("end_to_end", model="llama-1b"))), []
-    for name in STEPS:
-        r = found[STEPS[name]]
-        base = found["bf16 compiled" if "compiled" in name else "bf16"]
-        rows.append((
-            name, f"{r['value']:.1f}", f"{base['value'] / r['value']:.2f}", f"{r['tokens_per_second']:,.0f}",
-            f"{r['resident']['total']:.2f}", f"{r['peak_gib']:.1f}", f"{r['cpu_ms']:.0f}",
-        ))  # fmt: skip
-    heads = ("ms", "× bf16", "tokens/s", "bytes/parameter", "peak GiB", "CPU ms")
-    return lines(("Llama 1.1 B, 16,384 tokens", *heads), rows)
-
-
-METHODS = {
-    "float32, torch's fused AdamW": "fp32 AdamW",
-    "bf16 autocast, torch's fused AdamW": "bf16 AdamW",
-    "bfloat16 weights, bitsandbytes AdamW8bit": "bf16, bitsandbytes 8bit",
-    "bfloat16 weights, torchao AdamW8bit": "bf16, torchao 8bit",
-    "bfloat16 weights, torchao AdamW4bit": "bf16, torchao 4bit",
-    "bfloat16 weights, flashoptim, 24 bits": "bf16, flashoptim 24bit",
-    "TransformerEngine's Linear, torch's fused AdamW": "TransformerEngine, AdamW",
-    "fp8stack O0": "fp8stack O0",
-    "fp8stack O1": "fp8stack O1",
-    "fp8stack O2": "fp8stack O2",
-    "fp8stack O2, no kept codes": "fp8stack O2, cache off",
-    'no kept codes, `states="4bit"`': "fp8stack O2, 4bit",
-    "no kept codes, `step_in_backward=True`": "fp8stack O2, step in backward",
-    'fp8stack O2, `compute="te"`': "fp8stack O2, te",
-}
-FITS = (
-    "bf16 autocast, torch's fused AdamW",
-    "bfloat16 weights, bitsandbytes AdamW8bit",
-    "bfloat16 weights, flashoptim, 24 bits",
-    "fp8stack O2",
-    "fp8stack O2, no kept codes",
-)
-
-
-def memory() -> list[str]:
-    small = by_variant(read("memory", model="7b", gib=80.0))
-    large = by_variant(read("memory", model="largest"))
-    rows = [(n, seven(small.get(METHODS[n])), largest(large.get(METHODS[n]))) for n in FITS]
-    heads = ("Llama 6.7 B in 80 GiB, 4,096 tokens a sequence", "largest model on an H200")
-    return lines(("", *heads), rows)
-
-
-def seven(r: Record | None) -> str:
-    if r is None:
-        return "not measured"
-    if not r["count"]:
-        return "out of memory"
-    plural = "s" * (r["count"] > 1)
-    return f"{r['count']} sequence{plural}, {r['tokens_per_second']:,.0f} tokens/s"
-
-
-def largest(r: Record | None) -> str:
-    if r is None:
-        return "not measured"
-    return f"{r['parameters'] / 1e9:.2f} B, {r['tokens_per_second']:,.0f} tokens/s"
-
-
-SIZES = ("1b", "3b", "7b", "13b")
-
-
-def micro_batches(records: list[Record]) -> list[str]:
-    """Return how many sequences of 4,096 tokens fit on one H200, how fast they are, and what model fits, by method."""
-    whole = [r for r in records if r["params"].get("gib") is None]
-    found = [by_variant(r for r in whole if r["params"]["model"] == size) for size in SIZES]
-    heads = [f"{max(r.get('parameters', 0) for r in runs.values()) / 1e9:.1f} B" for runs in found]
-    most = by_variant(r for r in whole if r["params"]["model"] == "largest")
-    rows = [
-        (name, *(fitting(runs.get(v)) for runs in found), largest(most.get(v)))
-        for name, v in METHODS.items()
-    ]
-    return lines(("sequences of 4,096 tokens that fit, tokens/s", *heads, "largest model"), rows)
-
-
-def fitting(r: Record | None) -> str:
-    if r is None:
-        return "not measured"
-    return f"{r['count']}, {r['tokens_per_second']:,.0f}" if r["count"] else "none"
-
 
 GRADIENTS = {
     "bf16 autocast": "bf16",
@@ -272,9 +164,6 @@ def resumed(records: list[Record]) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "end-to-end": end_to_end,
-    "memory": memory,
-    "micro-batches": lambda: micro_batches(read("memory")),
     "resumed": lambda: resumed(read("resume")),
 }
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
