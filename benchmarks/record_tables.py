@@ -312,7 +312,11 @@ def collectives() -> list[str]:
 @table("ddp-step")
 def ddp_step() -> list[str]:
     found, rows = by_variant(read("ddp_step", model="llama")), []
-    names = {"ddp bf16": "DDP, bfloat16", "hook": "DDP with the hook", "DataParallel": "`DataParallel`"}
+    names = {
+        "ddp bf16": "DDP, bfloat16",
+        "hook": "DDP with the hook",
+        "DataParallel": "`DataParallel`",
+    }
     for variant, name in names.items():
         r = found[variant]
         sent = (f"{r['gradient_bytes_per_parameter']:.2f}", f"{r['wire_mib']:,.0f}")

@@ -142,30 +142,7 @@ def training_cells(s: Summary) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def resumed(records: list[Record]) -> list[str]:
-    """Return, for each model and level, what a run that was resumed repeats, and the speed of both ways."""
-    found: dict[tuple[str, ...], dict[str, Record]] = {}
-    for r in records:
-        case = tuple(r["params"][name] for name in ("model", "level", "flags"))
-        found.setdefault(case, {})[r["variant"]] = r
-    rows = []
-    for case, runs in found.items():
-        if len(runs) < 2:  # ended half-way
-            continue
-        plain, ordered = runs["default"], runs["--deterministic"]
-        same = [f"{r['value']} of {r['of']}" for r in (plain, ordered)]
-        speeds = [f"{r['tokens_per_second']:,.0f}" for r in (plain, ordered)]
-        both = ("tokens_per_second", "tokens_per_second_resumed")  # one alone says too much
-        slower = " and ".join(f"{100 * (1 - ordered[s] / plain[s]):.1f}" for s in both)
-        name = ", ".join(filter(None, case))
-        rows.append((name, same[0], speeds[0], same[1], speeds[1], f"{slower} %"))
-    heads = ("", "losses repeated", "tokens/s", "with `--deterministic`", "tokens/s", "slower")
-    return lines(heads, rows)
-
-
-TABLES: dict[str, Callable[[], list[str]]] = {
-    "resumed": lambda: resumed(read("resume")),
-}
+TABLES: dict[str, Callable[[], list[str]]] = {}
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
     TABLES["gradients"] = gradients
 if (RESULTS / "training.jsonl").exists():

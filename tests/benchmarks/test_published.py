@@ -141,6 +141,18 @@ def test_what_is_said_of_attention_is_in_its_records():
     assert max(abs(x - 1) for x in te[1:]) < 0.01
 
 
+def test_what_is_said_of_deterministic_runs_is_in_their_records():
+    speeds = {}
+    for r in record_tables.read("resume"):
+        case = speeds.setdefault((r["params"]["model"], r["params"]["level"]), {})
+        case[r["variant"]] = r["tokens_per_second"], r["tokens_per_second_resumed"]
+        assert r["variant"] == "default" or r["value"] == r["of"] == 20
+    pairs = (zip(c["--deterministic"], c["default"], strict=True) for c in speeds.values())
+    slower = [100 * (1 - ordered / plain) for pair in pairs for ordered, plain in pair]
+    said = (training.ROOT / "docs" / "training.md").read_text()
+    assert f"{int(min(slower))} to {max(slower):.0f} % slower" in said
+
+
 def test_what_is_said_of_a_monitor_s_cost_is_in_its_record():
     page = (training.ROOT / "docs" / "monitoring.md").read_text()
     found = record_tables.read("monitor_cost")
