@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "side_by_side.jsonl"
+RESULTS = ROOT / "runs" / "side_by_side.jsonl"
 TRAIN = ["native current", "native fused", "native current compile"]
 PARTS = {
     "train": ["train_step.py", "--model", "llama", "--only", *TRAIN],
