@@ -32,6 +32,7 @@ lint: $(BIN)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 	$(BIN)/python tests/packaging/code_size.py
 
 format: $(BIN)/.lint
