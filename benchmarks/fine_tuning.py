@@ -56,6 +56,7 @@ class Variant:
     name: str
     level: str = ""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    bf16_last: float = 0.0  # the share of the steps, at the end, whose products are in bfloat16
 
 
 VARIANTS = [
@@ -63,6 +64,8 @@ VARIANTS = [
     Variant("O0", "O0"),
     Variant("O2", "O2"),
     Variant("O0, current, head fp8", "O0", CURRENT | ALL_FP8),
+    Variant("O0, last tenth in bf16", "O0", bf16_last=0.1),
+    Variant("O0, last fifth in bf16", "O0", bf16_last=0.2),
     Variant("O0, blockwise", "O0", BLOCKWISE),
     Variant("O0, head bf16", "O0", {"head": "bf16"}),
     Variant("O0, first_last=2", "O0", {"first_last": 2}),
@@ -100,6 +103,8 @@ def train(
         model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **options_of_fp8)
     model.train()
     for step, batch in enumerate(windows.split(options.batch)[:steps], 1):
+        if variant.bf16_last and step > steps * (1 - variant.bf16_last):
+            fp8stack.finish(model)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, step / max(1, steps // 10))
         with torch.autocast(windows.device.type, torch.bfloat16):
