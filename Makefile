@@ -17,8 +17,8 @@ JOBS ?= 8
 .PHONY: demo test test-gpu lint format clean
 .DELETE_ON_ERROR:
 
-demo: $(BIN)/.demo
-	$(BIN)/python examples/demo.py $(ARGS)
+demo: $(BIN)/.plain
+	$(BIN)/fp8stack demo $(ARGS)
 
 test: $(BIN)/.test
 	$(BIN)/pytest -n auto --dist worksteal --instafail $(ARGS)
@@ -52,6 +52,10 @@ $(BIN)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	-$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile $(TORCH_ARGS) "$(TORCH)"
+	@touch $@
+
+$(BIN)/.plain: pyproject.toml | $(BIN)/.torch
+	$(BIN)/pip install --quiet --no-compile --editable .
 	@touch $@
 
 $(BIN)/.%: pyproject.toml | $(BIN)/.torch

@@ -78,15 +78,13 @@ def run(level: str, seed: int, options: argparse.Namespace) -> Record:
     entered, given = options_of(level)
     settings = Settings(
         level=entered,
-        fp8_format=given.pop("fp8_format", "hybrid"),
-        options=given,
+        options={**given, "skip": tuple(options.skip)},
         model=MODELS[options.model],
         steps=options.steps,
         batch=options.batch,
         lr=options.lr,
         seed=seed,
         device=choose_device("auto"),
-        skip=tuple(options.skip),
     )
     text = corpus.load(options.data, MODELS[options.model].seq_len)
     if level.startswith(f"{PEER}/"):

@@ -1,8 +1,9 @@
-"""Train one small GPT at several levels of fp8stack and compare them: the demo of the library.
+"""Train one small GPT with and without FP8 and compare them: what `fp8stack demo` runs.
 
-    python examples/demo.py                          # a few minutes on a laptop's CPU
-    python examples/demo.py --size gpu               # a larger model, for one GPU
-    python examples/demo.py --data my_texts/ --levels baseline O2
+    fp8stack demo --open                             # two minutes on a laptop's CPU
+    fp8stack demo --levels baseline O0 O1 O2         # all levels
+    fp8stack demo --size gpu                         # a larger model, for one GPU
+    fp8stack demo --data my_texts/ --head bf16       # another text; all fields of a recipe are options
 
 Each level (`baseline` is plain PyTorch, O0 to O2 are fp8stack's) trains from the same seed, hence
 from the same weights and on the same batches, in a process of its own, so that the peak memory is
@@ -12,72 +13,65 @@ that level's and nothing else's. A table, a sample of generated text and `report
 AdamW, the learning-rate schedule and gradient clipping are plain PyTorch. Bytes per parameter are
 counted on its live tensors.
 
-The exit status is 1 if a level fails or ends more than 1 % above the baseline's validation loss,
-and 2 if nothing could start. On the CPU of one machine a seed gives the same numbers bit for bit.
+The exit status is 1 if a level fails, or ends more than 1 % above the baseline's validation loss
+after enough steps to tell, and 2 if nothing could start. On the CPU of one machine a seed gives the
+same numbers bit for bit. The options are in `fp8stack/cli/parsers.py`.
 
 Limits: one device. A CPU emulates the FP8 arithmetic, so there the levels show FP8's numerics and
-the memory of weights, gradients and optimizer, not its speed.
+the memory of weights, gradients and optimizer, not its speed. It needs torch and fp8stack alone:
+the wheel has this file and what it imports.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
+import multiprocessing
+import os
 import platform
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import corpus
+import demo_report
 import torch
+from gpt import GPT, ModelConfig
+from meters import PeakMemory, Stopwatch
+from record import Record, find_problems
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-try:
-    import demo_report
-    from tqdm import tqdm
+import fp8stack
+from fp8stack import memory
+from fp8stack.cli.recipe import options_of
+from fp8stack.errors import ConfigError
+from fp8stack.levels import recipe_for
 
-    import fp8stack
-    from fp8stack import memory
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"the demo needs the module {error.name}, which is not installed. In the root of the "
-        'repository, install the library with all its demo needs: pip install -e ".[demo]"',
-        name=error.name,
-    ) from error
-
-import corpus
-from gpt import GPT, ModelConfig
-from meters import PeakMemory, Stopwatch
-from record import Record, find_deviations
-
-LEVELS = ("baseline", "O0", "O1", "O2")
-FP8_FORMATS = ("hybrid", "e4m3")
+LEVELS = ("baseline", *fp8stack.levels.LEVELS)
 VALIDATIONS = 6  # times in a run that the validation loss is taken
 VALIDATION_BATCHES = 16
-LOG_EVERY = 10  # steps between readings of the loss and the clock; a GPU is waited for at each
+LAP = 10  # steps between readings of the clock; a GPU is waited for at each
 COUNTED_STEP = 2  # bytes are counted in this step: the optimizer has states, gradients are alive
 PROMPT = "\nclass "
-SAMPLE_BYTES = 400
+SAMPLE_BYTES = 250
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. The defaults are the demo's: on two cores the loss clearly falls in a minute."""
+    """One run. The defaults are the demo's: two cores take two minutes for the baseline and O2."""
 
     level: str = "baseline"
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 300
+    steps: int = 200
     batch: int = 4
     lr: float = 3e-3
     seed: int = 0
     device: str = "cpu"
-    fp8_format: str = "hybrid"
-    skip: tuple[str, ...] = ()
-    # Further ones of fp8stack.initialize. The layers are so small that a GPU is faster in bfloat16, but what is
+    # Of fp8stack.initialize. The layers are so small that a GPU is faster in bfloat16, but what is
     # compared here is how FP8 trains.
     options: dict[str, Any] = field(default_factory=lambda: {"select": "all"})
 
@@ -110,21 +104,14 @@ def train(
     scheduler = LambdaLR(optimizer, lambda step: scale_lr(step, settings.steps))
     if settings.level != "baseline":
         model, optimizer = fp8stack.initialize(
-            model,
-            optimizer,
-            opt_level=settings.level,
-            fp8_format=settings.fp8_format,
-            skip=settings.skip,
-            **settings.options,
+            model, optimizer, opt_level=settings.level, **settings.options
         )
 
     # One tensor, since a list of small ones that live on keeps a CPU's heap from being reused.
     losses = torch.zeros(settings.steps, device=device)
     validation: list[tuple[int, float]] = []
     watch = Stopwatch(device, tokens_per_step=settings.batch * seq_len)
-    steps = range(1, settings.steps + 1)
-    progress = tqdm(steps, f"{settings.level:>8}", unit="step", disable=not show_progress)
-    for step in progress:
+    for step in range(1, settings.steps + 1):
         loss = compute_loss(model, next(stream), device)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,12 +122,16 @@ def train(
         scheduler.step()
         losses[step - 1] = loss.detach()
 
-        if step % LOG_EVERY == 0 or step == settings.steps:
+        if step % LAP == 0 or step in validation_steps:
             watch.lap(step)
-            pace = f"{watch.tokens_per_second:,.0f} tokens/s"
-            progress.set_postfix_str(f"loss {loss.item():.3f}, {pace}")
         if step in validation_steps:
             validation.append((step, evaluate(model, held_out, device)))
+            if show_progress:
+                print(
+                    f"{settings.level:>8}  step {step:,} of {settings.steps:,}  "
+                    f"validation loss {validation[-1][1]:.3f}  {watch.tokens_per_second:,.0f} tokens/s",
+                    file=sys.stderr,
+                )
             watch.restart(step)
 
     return model, Record(
@@ -161,11 +152,8 @@ def rehearse(settings: Settings, text: corpus.Corpus) -> None:
     They import modules (150 MiB of memory on the CPU) and compile kernels (seconds on a GPU).
     """
     tiny = replace(settings.model, dim=64, layers=1, heads=2, kv_heads=1, ffn=64)
-    logging.disable(logging.INFO)  # fp8stack's card would describe the wrong model
-    try:
+    with patch.dict(os.environ, FP8STACK_QUIET="1"):  # the card would describe the wrong model
         train(replace(settings, model=tiny, steps=2), text, show_progress=False)
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -229,75 +217,56 @@ def describe(settings: Settings, text: corpus.Corpus, model: GPT) -> dict[str, s
     }
 
 
-# --- the command line -----------------------------------------------------------------------------
+# --- the command `fp8stack demo`
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train the levels that were asked for and write the report; return what came of it, as plain data.
+
+    Raises ConfigError for options that nothing could be trained with, before anything is trained.
+    """
     try:
-        settings = choose_settings(options)
+        settings, out = choose_settings(options), Path(options.out)
         text = corpus.load(options.data, settings.model.seq_len)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.worker:
-        run_worker(replace(settings, level=options.worker), text, options)
-        return 0
-
+        raise ConfigError(str(error)) from error
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"training {', '.join(options.levels)} on {text.name}", file=sys.stderr)
+    context = multiprocessing.get_context("spawn")
     records = []
     for level in options.levels:
-        Record.path(options.out, level).unlink(missing_ok=True)
-        command = [sys.executable, __file__, *arguments, "--worker", level]
-        if subprocess.run(command, check=False).returncode == 0:
-            records.append(Record.load(options.out, level))
-    return conclude(records, options)
+        Record.path(out, level).unlink(missing_ok=True)
+        writes = level == options.levels[-1]
+        arguments = (replace(settings, level=level), options.data, out, writes)
+        process = context.Process(target=run_level, args=arguments)
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            records.append(Record.load(out, level))
+    failed = [level for level in options.levels if level not in {r.level for r in records}]
+    problems = [f"{level} failed; its error is above" for level in failed] + find_problems(records)
+    data = demo_report.summarize(records) | {"problems": problems, "report": None}
+    if records:
+        data["report"] = str(demo_report.write_html(records, problems, out))
+    return data
 
 
-def run_worker(settings: Settings, text: corpus.Corpus, options: argparse.Namespace) -> None:
+def run_level(settings: Settings, data: str | None, out: Path, writes: bool) -> None:
     """Train one level in this process and leave its record for the parent; the last level writes."""
+    text = corpus.load(data, settings.model.seq_len)
     rehearse(settings, text)
     model, record = train(settings, text)
-    if settings.level == options.levels[-1]:
+    if writes:
         record.sample = write_sample(model, settings)
-    record.save(options.out)
+    record.save(out)
 
 
-def conclude(records: list[Record], options: argparse.Namespace) -> int:
-    """Show what was trained and say in one line each what went wrong; the exit status."""
-    if records:
-        demo_report.print_table(records)
-        demo_report.print_sample(records)
-        print(f"report: {demo_report.write_html(records, options.out)}")
-    failed = [level for level in options.levels if level not in {r.level for r in records}]
-    problems = [f"{level} failed; its error is above" for level in failed]
-    problems += find_deviations(records)
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train one small GPT at several levels of fp8stack and compare them."
-    )
-    add = parser.add_argument
-    add("--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="default: all of them")
-    add("--size", choices=SIZES, default="demo", help="of model and run: %(default)s, or gpu")
-    add("--steps", type=int, help="at least 2")
-    add("--batch", type=int, help="windows per step")
-    add("--seq-len", type=int, help="bytes per window")
-    add("--lr", type=float, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of the weights, batches and sample (%(default)s)")
-    add("--data", type=Path, help="text file or folder (Python's standard library)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
-    add("--fp8-format", choices=FP8_FORMATS, default="hybrid", help="of the GEMMs (%(default)s)")
-    add("--skip", nargs="+", metavar="PATTERN", help="layers to leave as they are, such as head")
-    add("--out", type=Path, default=Path("runs/demo"), help="folder for results (%(default)s)")
-    add("--worker", choices=LEVELS, help=argparse.SUPPRESS)  # the child process of one level
-    return parser
+def draw(data: dict[str, Any]) -> Iterator[str]:
+    """Show what `run` returned: a table, the sample, what is to be said of the losses, and the report's path."""
+    yield from demo_report.draw(data)
+    yield from (f"FAILED: {problem}" for problem in data["problems"])
+    if data["report"]:
+        yield f"report: {data['report']}"
 
 
 def choose_settings(options: argparse.Namespace) -> Settings:
@@ -305,13 +274,15 @@ def choose_settings(options: argparse.Namespace) -> Settings:
     preset = SIZES[options.size]
     given = {
         name: getattr(options, name)
-        for name in ("steps", "batch", "lr", "seed", "fp8_format", "skip")
+        for name in ("steps", "batch", "lr", "seed")
         if getattr(options, name) is not None
     }
     model = preset.model
     if options.seq_len is not None:
         model = replace(model, seq_len=options.seq_len)
-    settings = replace(preset, **given, model=model, device=choose_device(options.device))
+    recipe = preset.options | options_of(options)
+    device = choose_device(options.device)
+    settings = replace(preset, **given, model=model, device=device, options=recipe)
     rules = (
         ("--steps", settings.steps, 2),
         ("--batch", settings.batch, 1),
@@ -320,6 +291,9 @@ def choose_settings(options: argparse.Namespace) -> Settings:
     for option, value, least in rules:
         if value < least:
             raise ValueError(f"{option} {value}: must be {least} or more.")
+    for level in options.levels:
+        if level != "baseline":
+            recipe_for(level, **recipe)  # raises for what is no recipe
     return settings
 
 
@@ -331,7 +305,3 @@ def choose_device(wish: str) -> str:
             "a CUDA build, or use --device cpu."
         )
     return "cuda" if present and wish != "cpu" else "cpu"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

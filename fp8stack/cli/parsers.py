@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from fp8stack.levels import LEVELS
+
 from .output import Commands, Parser, add_command
 from .recipe import add_recipe
 
@@ -34,6 +36,23 @@ def add_doctor(commands: Commands) -> None:
     add("--deepspeed", metavar="ds_config.json", help="check this configuration, not the machine")
     add("--model", metavar="FILE:function", help="with it: returns a model, or (model, optimizer)")
     add("--opt-level", metavar="O2", help="with it, where it names none; O2 by default")
+
+
+def add_demo(commands: Commands) -> None:
+    brief = "train a small GPT on Python's own source, in float32 and at O2, and write a report"
+    add = (parser := add_command(commands, "demo", brief)).add_argument
+    add("--open", action="store_true", help="show the report in a browser")
+    add("--levels", nargs="+", choices=("baseline", *LEVELS), default=["baseline", "O2"])
+    add("--size", choices=("demo", "gpu"), default="demo", help="of model and run")
+    add("--steps", type=int, metavar="N", help="at least 2; losses are compared from 100 on")
+    add("--batch", type=int, metavar="N", help="windows of a step")
+    add("--seq-len", type=int, metavar="N", help="bytes of a window")
+    add("--lr", type=float, metavar="RATE", help="highest learning rate")
+    add("--seed", type=int, metavar="N", help="of weights, batches and the sample")
+    add("--data", metavar="PATH", help="a text file or folder to train on instead")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
+    add("--out", default="runs/demo", metavar="FOLDER", help="for the report: %(default)s")
+    add_recipe(parser, levels=False)
 
 
 def add_plan(commands: Commands) -> None:
@@ -127,5 +146,5 @@ def _number(text: str) -> float:
     return value
 
 
-_ADD = (add_doctor, add_plan, add_tune, add_estimate, add_inspect, add_convert)
+_ADD = (add_doctor, add_demo, add_plan, add_tune, add_estimate, add_inspect, add_convert)
 COMMANDS = {add.__name__.removeprefix("add_"): add for add in _ADD}

@@ -15,25 +15,72 @@ def python(code):
     return run_python("-c", code, cwd=ROOT)
 
 
-@pytest.mark.slow
-def test_the_wheel_contains_every_module_and_nothing_else(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Return the path of the wheel that was built."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     # Modules that were deleted since may still lie in the repository's own build folder.
     config = tmp_path / "build.cfg"
     config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
     build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT]
     run_python(*build, DIST_EXTRA_CONFIG=str(config)).check_returncode()
-    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = tmp_path.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_contains_every_module_and_nothing_else(wheel):
     run_python("-m", "twine", "check", "--strict", wheel).check_returncode()  # its page on PyPI
     shipped = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     folders = {"fp8stack": ROOT / "fp8stack", "fp8stack/kernels": ROOT / "kernels"}
     folders["fp8stack/integrations"] = ROOT / "integrations"
-    expected = {"fp8stack/py.typed"}
+    names = (
+        "corpus",
+        "demo",
+        "demo_report",
+        "meters",
+        "record",
+        "gpt/__init__",
+        "gpt/blocks",
+        "gpt/model",
+    )
+    expected = {"fp8stack/py.typed", *(f"fp8stack/examples/{name}.py" for name in names)}
     for prefix, folder in folders.items():
         for path in folder.rglob("*.py"):
             relative = path.relative_to(folder)
             if prefix != "fp8stack" or relative.parts[0] not in ("kernels", "integrations"):
                 expected.add(f"{prefix}/{relative.as_posix()}")
     assert shipped == expected
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_the_wheel_with_nothing_but_torch(wheel, tmp_path):
+    target, absent, here = (tmp_path / name for name in ("target", "absent", "here"))
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-index"]
+    run_python(*install, "--target", target, wheel).check_returncode()
+    for folder in (absent, here):
+        folder.mkdir()
+    for name in ("matplotlib", "numpy", "rich", "tqdm", "yaml"):
+        (absent / f"{name}.py").write_text("raise ModuleNotFoundError(__name__, name=__name__)\n")
+    given = [
+        "--levels",
+        "O2",
+        "baseline",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--batch",
+        "1",
+        "--seq-len",
+        "32",
+    ]
+    environment = {"PYTHONPATH": f"{absent}:{target}", "PYTHONDONTWRITEBYTECODE": ""}
+    done = run_python("-P", "-m", "fp8stack", "demo", *given, cwd=here, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("report: runs/demo/report.html\n")
+    assert (here / "runs/demo/report.html").read_text().startswith("<!doctype html>")
+    assert list(target.glob("fp8stack/examples/__pycache__/demo_report*")), "it was not what ran"
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="a source distribution has no links")

@@ -1,38 +1,15 @@
 """The documentation as a site: every page in it, every link in it leads somewhere, and Markdown that was understood."""
 
-import functools
-import http.server
-import json
 import re
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
-from helpers import find_browser, run_python
+from browser import measure_overflow
+from helpers import run_python
 
 import fp8stack
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTHS = (390, 1280)  # pixels, of a phone and of a laptop
-MEASURE = """<body><script>
-async function overflow(page, width) {
-    const frame = document.createElement("iframe")
-    Object.assign(frame, {src: page, width, height: 900, style: "border: 0"})
-    const loaded = new Promise(done => { frame.onload = done })
-    document.body.append(frame)
-    await loaded
-    await new Promise(done => setTimeout(done, 500))
-    const beyond = frame.contentDocument.documentElement.scrollWidth - width
-    frame.remove()
-    return beyond
-}
-(async () => {
-    const found = {}
-    const measure = async (page, width) => { found[`${page} ${width}`] = await overflow(page, width) }
-    await Promise.all(PAGES.flatMap(page => WIDTHS.map(width => measure(page, width))))
-    document.body.dataset.found = JSON.stringify(found)
-})()</script></body>"""
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +43,9 @@ def test_the_site_builds_without_a_warning(site):
 
 def test_nothing_is_cut_on_a_phone_or_a_laptop(site, tmp_path):
     """In a real browser no page is wider than the window: wide tables and code scroll by themselves."""
-    browser = find_browser()
     pages = [str(path.relative_to(site)) for path in site.rglob("index.html")]
-    measure = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
-    (site / "measure.html").write_text(measure)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        options += ["--window-size=1400,1000", "--virtual-time-budget=120000", "--dump-dom"]
-        address = f"http://127.0.0.1:{server.server_address[1]}/measure.html"
-        shown = subprocess.run(
-            [browser, *options, address], capture_output=True, text=True, timeout=200
-        )
-        server.shutdown()
-    (found,) = re.findall(r'data-found="([^"]*)"', shown.stdout)
-    beyond = json.loads(found.replace("&quot;", '"'))
-    assert len(beyond) == len(WIDTHS) * len(pages) >= 40
+    beyond = measure_overflow(site, pages, tmp_path)
+    assert len(beyond) == 2 * len(pages) >= 40
     assert {place: by for place, by in beyond.items() if by > 0} == {}
 
 
