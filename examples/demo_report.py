@@ -20,7 +20,7 @@ from record import TOLERANCE, Record, compare_loss, find_baseline, judge
 from fp8stack.cli.output import size, table
 
 PARTS = ("weight", "master", "grad", "m", "v")
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 70, 14, 14, 40  # of a picture and its margins, in its units
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 70, 28, 14, 40  # of a picture and its margins, in its units
 Points = Sequence[tuple[float, float]]
 
 
@@ -236,7 +236,7 @@ PAGE = Template("""<!doctype html>
   :root { --ink: #d5d9de; --paper: #15181c; --quiet: #1e2227; --rule: #343a41;
     --good: #6fbf73; --bad: #ff7b86; --baseline: #9a9a9a; --O0: #7fb0e6; --O1: #e9a35a; --O2: #ff7b86; }
 }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; line-height: 1.25; }
 h2 { font-size: 1.15rem; margin-top: 2.2rem; }

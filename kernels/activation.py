@@ -31,7 +31,7 @@ from fp8stack.formats import E4M3, MiniFloat
 
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
-from .launch import Launcher, next_power_of_2
+from .launch import launched, next_power_of_2
 from .reference.activation import CUBE, ROOT
 from .reference.activation import FLAT as NEAR
 from .reference.cast import TOKENS, aligned
@@ -126,7 +126,7 @@ def values(
         return h, h, h
 
 
-@triton.jit
+@launched(num_warps=8)
 def _activation_parts_kernel(
     d_ptr, g_ptr, u_ptr, parts_ptr, numel, rounds,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr,
@@ -166,7 +166,7 @@ def store_scale(
     return reciprocal(scale)
 
 
-@triton.jit
+@launched(num_warps=8)
 def _activation_cast_kernel(
     d_ptr, g_ptr, u_ptr, parts_ptr, a_state_ptr, b_state_ptr, a_notes_ptr, b_notes_ptr,
     a_ptr, a_t_ptr, a_scale_ptr, b_ptr, b_t_ptr, b_scale_ptr, h_t_ptr, h_scale_ptr, a_sums_ptr, b_sums_ptr,
@@ -217,10 +217,6 @@ def _activation_cast_kernel(
         note_amax(a, a_notes_ptr, _NOTES)
         if BACKWARD and GATED:
             note_amax(b, b_notes_ptr, _NOTES)
-
-
-_launch_parts = Launcher(_activation_parts_kernel, num_warps=8)
-_launch_cast = Launcher(_activation_cast_kernel, num_warps=8)
 
 
 def activation_cast(
@@ -298,14 +294,14 @@ def _run(
     found = a_scale  # not read, unless
     if seed or not states:
         found = gate.new_empty((2, parts), dtype=torch.int32)
-        _launch_parts(
+        _activation_parts_kernel(
             (parts, 1, 1),
             d, gate, u, found, gate.numel(), -(-tiles // parts), activation, gated, backward, hardware, parts, FLAT,
         )  # fmt: skip
     if states:
         found, parts = found.amax(-1) if seed else found, 1
     sources = (tensors[0], tensors[-1], notes[0], notes[-1]) if states else (found,) * 4
-    _launch_cast(
+    _activation_cast_kernel(
         (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
         d, gate, u, found, *sources, *out, *own_sums, 2.0**margin, rows, cols, rows16, cols16, activation, gated, sums,
         backward, bool(states), seed, again, update, parts, fmt.mantissa_bits, hardware, even, ROWS, COLS,

@@ -34,7 +34,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
-from .launch import UNFUSED, Launcher, next_power_of_2
+from .launch import UNFUSED, launched, next_power_of_2
 from .ops import raw_stream
 from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
@@ -48,7 +48,7 @@ PROGRAMS = 256  # of the kernel that has nothing to do most of the time
 _LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl.constexpr):
     most = tl.zeros((FLAT,), dtype=tl.int32)
     last = tl.cdiv(numel, FLAT) - 1
@@ -85,7 +85,7 @@ def _cast_tile(
     return magnitude(x0, x1, x2, x3)
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _cast_tiles_kernel(
     x_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
@@ -102,7 +102,7 @@ def _cast_tiles_kernel(
         tl.store(scale_ptr, scale)
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _recast_tiles_kernel(
     x_ptr, previous_ptr, slots_ptr, codes_ptr, codes_t_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
@@ -119,7 +119,7 @@ def _recast_tiles_kernel(
         tl.store(slots_ptr + tl.num_programs(0), previous.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _refit_kernel(
     x_ptr, next_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
@@ -146,12 +146,6 @@ def _refit_kernel(
                 x_ptr, codes_ptr, codes_t_ptr, tile, inverse, rows, cols, rows16, cols16,
                 MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
             )  # fmt: skip
-
-
-_launch_parts = Launcher(_parts_kernel, num_warps=8, **UNFUSED)
-_launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **UNFUSED)
-_launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **UNFUSED)
-_launch_refit = Launcher(_refit_kernel, num_warps=8, **UNFUSED)
 
 
 class _Scratch(threading.local):
@@ -248,11 +242,11 @@ def cast(
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     if amax is None:
         bits, scale = _scratch.take(x) if reuse else fresh(x)
-        _launch_parts((g.parts, 1, 1), x, bits, *g.parts_args)
+        _parts_kernel((g.parts, 1, 1), x, bits, *g.parts_args)
     else:
         bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
         scale = x.new_empty((), dtype=torch.float32)
-    _launch_cast((g.programs, 1, 1), x, bits, out, out_t, scale, *g.args, g.parts)
+    _cast_tiles_kernel((g.programs, 1, 1), x, bits, out, out_t, scale, *g.args, g.parts)
     return out, out_t, scale
 
 
@@ -272,8 +266,8 @@ def recast(
     update = isinstance(of, int)
     previous = STATES[of].on(x.device) if isinstance(of, int) else of
     slots, scale = _scratch.take(x, g.slots) if reuse else fresh(x, g.slots)
-    _launch_recast((g.programs, 1, 1), x, previous, slots, out, out_t, *g.args)
-    _launch_refit(
+    _recast_tiles_kernel((g.programs, 1, 1), x, previous, slots, out, out_t, *g.args)
+    _refit_kernel(
         (min(g.programs, PROGRAMS), 1, 1),
         x, previous, slots, out, out_t, scale, *g.args, min(g.slots, SLOTS), update, exact,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from fp8stack.formats import BLOCK, MiniFloat
 from . import transpose_tiles
 from .cast import encode_rows
 from .fp8 import casts_in_hardware, encode_blocks, scale_and_inverse
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .reference import cast_blocks as reference
 from .reference.cast import aligned
 from .reference.cast_blocks import Codes
@@ -44,7 +44,7 @@ def _cast_square(x0, x1, x2, x3, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr)
     return scale, c0, c1, c2, c3
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _cast_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
@@ -81,9 +81,6 @@ def _cast_blocks_kernel(
         )
 
 
-_launch = Launcher(_cast_blocks_kernel, num_warps=4, **UNFUSED)
-
-
 def cast_1x128(
     x: Tensor, fmt: MiniFloat, codes: bool = True, transposed: bool = True, squares_t: bool = False
 ) -> Codes:
@@ -102,7 +99,7 @@ def _cast(x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, *squares: bo
     if x.numel():
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
         down, across = aligned(rows, BLOCK), aligned(cols, BLOCK)
-        _launch(
+        _cast_blocks_kernel(
             (down // BLOCK * (across // BLOCK), 1, 1),
             x, *results, rows, cols, down, across, fmt.mantissa_bits, casts_in_hardware(x.device),
             codes, transposed, rows == down and cols == across, *squares,

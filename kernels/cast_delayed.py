@@ -20,7 +20,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import COLS, ROWS, prepare
 from .fp8 import INTS, bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
-from .launch import UNFUSED, Launcher, next_power_of_2
+from .launch import UNFUSED, launched, next_power_of_2
 from .reference.cast import TOKENS, Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
@@ -87,7 +87,7 @@ def note_amax(bits, parts_ptr, PARTS: tl.constexpr):
     tl.atomic_max(parts_ptr + tl.program_id(0) % PARTS, most, sem="relaxed")
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _cast_delayed_kernel(
     x_ptr, state_ptr, seed_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, growth,
     SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
@@ -107,7 +107,7 @@ def _cast_delayed_kernel(
         note_amax(most, parts_ptr, PARTS)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _update_kernel(
     state_ptr, parts_ptr, scale_ptr, history, growth,
     MOST_RECENT: tl.constexpr, MANTISSA: tl.constexpr, HISTORY: tl.constexpr, PARTS: tl.constexpr,
@@ -132,10 +132,6 @@ def _update_kernel(
     tl.store(state_ptr + 1, tl.load(scale_ptr))
 
 
-_launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, **UNFUSED)
-_launch_update = Launcher(_update_kernel, num_warps=4, **UNFUSED)
-
-
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
     """Quantize a matrix with the scale in its state."""
     x, g, codes, codes_t = prepare(x, fmt, True, True, 0, TOKENS)
@@ -149,7 +145,7 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
     found = state  # not read, unless
     if seed:
         found = torch.linalg.vector_norm(x.detach(), torch.inf).float().view(torch.int32)
-    _launch_cast(
+    _cast_delayed_kernel(
         (g.programs, 1, 1),
         x, state, found, parts, codes, codes_t, scale, *g.sizes, 2.0**own.margin,
         seed, again, update, *g.casting, g.even, NOTES, ROWS, COLS,
@@ -162,7 +158,7 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
 def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor) -> None:
     """Write the amax that programs noted, and what it makes of the scale, to a state whose last cast had `scale`."""
     device = scale.device
-    _launch_update(
+    _update_kernel(
         (1, 1, 1),
         of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
         of.most_recent, fmt.mantissa_bits, next_power_of_2(of.history), NOTES,

@@ -25,7 +25,7 @@ from fp8stack.formats import MiniFloat
 
 from .activation import values
 from .fp8 import BYTES, bits_of_magnitude, casts_in_hardware, encode_scaled, scale_and_inverse
-from .launch import UNFUSED, Launcher, next_power_of_2
+from .launch import UNFUSED, launched, next_power_of_2
 from .reference import cast_rows as reference
 from .reference.cast import TOKENS, aligned
 from .reference.cast_rows import Rows, parts_of
@@ -63,7 +63,7 @@ def _store(codes_ptr, code, r, c, rows64, cols16):
     tl.store(codes_ptr.to(BYTES, bitcast=True) + at, code, mask=inside)
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _cast_rows_kernel(
     x_ptr, u_ptr, codes_ptr, scale_ptr, parts_ptr, rows, cols, rows64, cols16, rounds,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
@@ -92,9 +92,6 @@ def _cast_rows_kernel(
                 code = encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
                 _store(codes_ptr, code, r, first + c, rows64, cols16)
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
-
-
-_launch = Launcher(_cast_rows_kernel, num_warps=8, **UNFUSED)
 
 
 @lru_cache(maxsize=4096)
@@ -132,7 +129,7 @@ def _cast(x: Tensor, up: Tensor | None, activation: str | None, fmt: MiniFloat) 
     codes = x.new_empty((rows64, cols16), dtype=fmt.dtype)
     scale = x.new_empty(rows64, dtype=torch.float32)
     parts = x.new_empty(programs, dtype=torch.int32)  # one each
-    _launch(
+    _cast_rows_kernel(
         (programs, 1, 1),
         x, u, codes, scale, parts, rows, cols, rows64, cols16, rounds, activation, up is not None,
         fmt.mantissa_bits, casts_in_hardware(x.device), cols16 <= width, height, width,

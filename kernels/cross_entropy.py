@@ -13,18 +13,17 @@ makes its loss NaN, where the reference raises.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .fp8 import store_rounded
-from .launch import Launcher, next_power_of_2
+from .launch import launched, next_power_of_2
 
 WORDS = 4096  # that a program holds at once
 _LEAST = tl.constexpr(-3.0e38)  # finite: a lane that has seen -inf alone has a sum of 0
 
 
-@triton.jit
+@launched(num_warps=8)
 def _cross_entropy_kernel(
     logits_ptr, labels_ptr, scale_ptr, losses_ptr, words, GRADIENT: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
@@ -54,14 +53,11 @@ def _cross_entropy_kernel(
             store_rounded(logits_ptr + c, tl.where(c == label, p - 1.0, p) * scale, c < words)
 
 
-_launch = Launcher(_cross_entropy_kernel, num_warps=8)
-
-
 def cross_entropy(logits: Tensor, labels: Tensor, scale: Tensor, gradient: bool) -> Tensor:
     """Do what the reference does."""
     rows, words = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         held = min(next_power_of_2(words), WORDS)
-        _launch((rows, 1, 1), logits, labels, scale, losses, words, gradient, held)
+        _cross_entropy_kernel((rows, 1, 1), logits, labels, scale, losses, words, gradient, held)
     return losses

@@ -24,7 +24,7 @@ from fp8stack.formats import E4M3
 from .activation import COLS, PARTS, ROWS, store_scale, values
 from .cast_delayed import cast_rows
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal
-from .launch import Launcher, next_power_of_2
+from .launch import launched, next_power_of_2
 from .transpose_tiles import place_tile
 
 _MANTISSA = tl.constexpr(E4M3.mantissa_bits)
@@ -56,7 +56,7 @@ def _row_values(
         return h, h, h, h
 
 
-@triton.jit
+@launched(num_warps=8)
 def _expert_parts_kernel(
     d_ptr, x_ptr, w_ptr, index_ptr, parts_ptr, cols, tiles, rounds,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
@@ -79,7 +79,7 @@ def _expert_parts_kernel(
     tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
 
 
-@triton.jit
+@launched(num_warps=8)
 def _expert_cast_kernel(
     d_ptr, x_ptr, w_ptr, index_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, h_t_ptr, h_scale_ptr, sums_ptr,
     rows, cols,
@@ -131,10 +131,6 @@ def _expert_cast_kernel(
         )  # fmt: skip
 
 
-_launch_parts = Launcher(_expert_parts_kernel, num_warps=8)
-_launch_cast = Launcher(_expert_cast_kernel, num_warps=8)
-
-
 def expert_activation(
     gate_up: Tensor,  # bfloat16, float16 or float32 [rows, 2 · cols]; rows a multiple of 64, cols of 16
     weights: Tensor,  # of pairs, floats of any shape
@@ -183,10 +179,10 @@ def _run(
         parts = min(PARTS, next_power_of_2(tiles))
         found = x.new_empty((parts,), dtype=torch.int32)
         how = activation, backward, casts_in_hardware(x.device), cols % COLS == 0
-        _launch_parts(
+        _expert_parts_kernel(
             (parts, 1, 1), d, x, w, index, found, cols, 2 * tiles, -(-2 * tiles // parts), *how, parts, ROWS // 2, COLS
         )  # fmt: skip
-        _launch_cast(
+        _expert_cast_kernel(
             (tiles, 1, 1), d, x, w, index, found, codes, codes_t, scale, h_t,
             scale if h_scale is None else h_scale, sums, rows, cols, *how, parts, ROWS, COLS,
         )  # fmt: skip

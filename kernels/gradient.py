@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3, rows_cols
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 
 BLOCKS = 8
 _MANTISSA, _MIN_EXPONENT = tl.constexpr(E4M3.mantissa_bits), tl.constexpr(E4M3.min_exponent)
@@ -42,7 +42,7 @@ def _store_blocks(x, codes_ptr, scale_ptr, offset, mask, block, inside, HARDWARE
     return decode(code, _MANTISSA, _MIN_EXPONENT, True) * scale[:, None]
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _accumulate_blocks_kernel(
     codes_ptr, scale_ptr, residual_codes_ptr, residual_scale_ptr, x_ptr, n_blocks, blocks_per_row, cols,
     HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
@@ -57,9 +57,6 @@ def _accumulate_blocks_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_accumulate_blocks_kernel, num_warps=4, **UNFUSED)
-
-
 def accumulate_blocks(
     codes: Tensor,  # e4m3, any shape; overwritten
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]; overwritten
@@ -70,7 +67,7 @@ def accumulate_blocks(
     """Add `x` to a block-scaled E4M3 tensor with a residual, in place."""
     if scale.numel():
         cols = rows_cols(codes.shape)[1]
-        _launch(
+        _accumulate_blocks_kernel(
             (-(-scale.numel() // BLOCKS), 1, 1),
             codes.view(torch.uint8), scale, residual_codes.view(torch.uint8), residual_scale, x.contiguous(),
             scale.numel(), -(-cols // BLOCK), cols, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,

@@ -107,6 +107,11 @@ class Launcher:
         return self._known(device, *dtypes, *[a % 16 for a in addresses], *values)
 
 
+def launched(**options: Any) -> Any:
+    """Return a decorator in the place of `triton.jit`, which makes a kernel its Launcher with these options."""
+    return lambda function: Launcher(triton.jit(function), **options)
+
+
 def _without_wrapper(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return what launches a variant, and its arguments between the stream and those of the kernel.
 

@@ -11,14 +11,13 @@ bits differ, and from call to call too.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, decode, encode_ocp
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .reference.monitor import FIELDS, SUMS, thresholds
 
 FLAT = 2048
@@ -26,7 +25,7 @@ _PROGRAMS = 1024  # each adds to the same numbers once
 _ELEMENTS = tl.constexpr(len(FIELDS) - 1)
 
 
-@triton.jit
+@launched(num_warps=8, **UNFUSED)
 def _count_kernel(
     x_ptr, scale_ptr, out_ptr, sums_ptr, numel, cols, block_rows, stride_r, stride_c, rounds,
     ZERO: tl.constexpr, CLIPPED: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
@@ -83,9 +82,6 @@ def _count_kernel(
         tl.atomic_add(out_ptr + _ELEMENTS, size)
 
 
-_launch_count = Launcher(_count_kernel, num_warps=8, **UNFUSED)
-
-
 def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool = False) -> None:
     """Add the statistics of a cast to `out`."""
     x, numel = x.detach().contiguous(), x.numel()
@@ -94,7 +90,7 @@ def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool =
     strides = (scale.stride()[::-1] if squares else scale.stride()) if scale.ndim else (0, 0)
     tiles = -(-numel // FLAT)
     programs = min(tiles, _PROGRAMS)
-    _launch_count(
+    _count_kernel(
         (programs, 1, 1),
         x, scale, out, out[SUMS].view(torch.float64), numel, x.shape[-1], 128 if squares else 1, *strides,
         -(-tiles // programs), *thresholds(fmt), fmt.mantissa_bits, fmt.min_exponent, scale.ndim > 0, FLAT,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .pointer_table import COLUMN, WIDTH, programs_of, upload_columns
 from .state_codecs import E4M3_MAX, values_of
 from .step import TYPES, groups_of
@@ -46,7 +46,7 @@ def span_of(table_ptr, owner_ptr):
     return row, first, tl.minimum(blocks.to(tl.int32) - first, _SPAN), numel
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
     row, first, span, numel = span_of(table_ptr, owner_ptr)
     if tl.uint8 == TYPE:
@@ -66,7 +66,7 @@ def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.
     tl.atomic_max(out_ptr, bits)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _squares_kernel(
     table_ptr, owner_ptr, partial_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -99,24 +99,18 @@ def _root_of_sum(partial_ptr, count, SIZE: tl.constexpr):
     return tl.sqrt(tl.sum(total, 0)).to(tl.float32)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _root_kernel(partial_ptr, out_ptr, count, SIZE: tl.constexpr):
     tl.store(out_ptr, _root_of_sum(partial_ptr, count, SIZE))
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _roots_kernel(table_ptr, partial_ptr, out_ptr, SIZE: tl.constexpr):
     """The norm of one gradient: a program for each row of the table adds the partial sums of that row."""
     row = table_ptr + tl.program_id(0).to(tl.int64) * _WIDTH
     count = tl.cdiv(tl.load(row + _BLOCKS), _SPAN).to(tl.int32)
     norm = _root_of_sum(partial_ptr + tl.load(row + _FIRST), count, SIZE)
     tl.store(out_ptr + tl.program_id(0), norm)
-
-
-_launch_largest = Launcher(_largest_kernel, num_warps=4, **UNFUSED)
-_launch_squares = Launcher(_squares_kernel, num_warps=4, **UNFUSED)
-_launch_root = Launcher(_root_kernel, num_warps=4, **UNFUSED)
-_launch_roots = Launcher(_roots_kernel, num_warps=4, **UNFUSED)
 
 
 def largest(
@@ -127,7 +121,7 @@ def largest(
 ) -> None:
     if len(owner):
         grid = (len(owner), 1, 1)
-        _launch_largest(grid, rows, owner, out.view(torch.int32), TYPES[dtype], TILE)
+        _largest_kernel(grid, rows, owner, out.view(torch.int32), TYPES[dtype], TILE)
 
 
 def total(
@@ -137,7 +131,7 @@ def total(
 ) -> None:
     """Write the norm of all gradients of several launches."""
     _squares(launches, partial)
-    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
+    _root_kernel((1, 1, 1), partial, out, len(partial), 1024)
 
 
 def _squares(launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]], partial: Tensor) -> None:
@@ -145,7 +139,7 @@ def _squares(launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]], partia
     for dtype, layout, rows, owner in launches:
         if len(owner):
             grid, part = (len(owner), 1, 1), partial[at : at + len(owner)]
-            _launch_squares(grid, rows, owner, part, TYPES[dtype], layout, TILE)
+            _squares_kernel(grid, rows, owner, part, TYPES[dtype], layout, TILE)
             at += len(owner)
 
 
@@ -168,7 +162,7 @@ def norms(
     out = partial.new_empty(len(gradients), dtype=torch.float32)
     at = row = 0
     for _, _, rows, owner in launches:
-        _launch_roots((len(rows), 1, 1), rows, partial[at:], out[row:], 64)
+        _roots_kernel((len(rows), 1, 1), rows, partial[at:], out[row:], 64)
         at, row = at + len(owner), row + len(rows)
     norm_of = dict(zip(order, out.unbind(), strict=True))
     return [norm_of[i] for i in range(len(gradients))]

@@ -17,14 +17,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, store_rounded
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .pointer_table import COLUMN, WIDTH, upload_columns
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
@@ -39,7 +38,7 @@ _GRAD, _CODES, _SCALE, _BLOCKS = (
 )
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _quantize_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, SQUARED: tl.constexpr, STATE: tl.constexpr,
@@ -57,7 +56,7 @@ def _quantize_blocks_kernel(
     tl.store(scale_ptr + block, scale, mask=inside)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _quantize_list_kernel(
     table_ptr, low, high, TYPE: tl.constexpr, ROWS: tl.constexpr,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -78,7 +77,7 @@ def _quantize_list_kernel(
         tl.store(scales + block, scale, mask=inside)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _dequantize_blocks_kernel(
     codes_ptr, scale_ptr, out_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
@@ -91,11 +90,6 @@ def _dequantize_blocks_kernel(
     if SQUARED:
         value = value * value
     store_rounded(out_ptr + offset, value, mask)
-
-
-_launch_quantize = Launcher(_quantize_blocks_kernel, num_warps=4, **UNFUSED)
-_launch_list = Launcher(_quantize_list_kernel, num_warps=4, **UNFUSED)
-_launch_dequantize = Launcher(_dequantize_blocks_kernel, num_warps=4, **UNFUSED)
 
 
 def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
@@ -114,7 +108,7 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
         x, codes = x.contiguous(), codes.view(torch.uint8)
         cols = rows_cols(x.shape)[1]
         codec = "" if fmt in (E4M3, E5M2) else fmt.name
-        _launch_quantize(
+        _quantize_blocks_kernel(
             (-(-scale.numel() // BLOCKS), 1, 1), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.squared, codec, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
@@ -148,7 +142,7 @@ def _encode_list(
         columns["codes"], columns["grad_block_scale"] = zip(*(results[i] for i in of), strict=True)
         programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
         if programs:
-            _launch_list(
+            _quantize_list_kernel(
                 (programs, len(of), 1), upload_columns(columns, device), low, high,
                 TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
             )  # fmt: skip
@@ -168,7 +162,7 @@ def dequantize_blocks(
     if scale.numel():
         codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
         cols = rows_cols(codes.shape)[1]
-        _launch_dequantize(
+        _dequantize_blocks_kernel(
             (-(-scale.numel() // BLOCKS), 1, 1), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip

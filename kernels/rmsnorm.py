@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude, round_to, store_rounded
-from .launch import Launcher, next_power_of_2
+from .launch import Launcher, launched, next_power_of_2
 from .reference import rmsnorm as reference
 
 PARTS = 1024  # programs forward, each with a part; a power of two
@@ -90,7 +90,7 @@ def _rmsnorm_backward_kernel(
         tl.store(out, tl.sum(total, axis=0), mask=c < cols)
 
 
-@triton.jit
+@launched(num_warps=8)
 def _rmsnorm_sums_kernel(
     sums_ptr, out_ptr, programs, cols, PROGRAMS: tl.constexpr, COLS: tl.constexpr
 ):
@@ -103,7 +103,6 @@ def _rmsnorm_sums_kernel(
 # by the warps of a program: 16 elements a thread
 _launch_forward = {n: Launcher(_rmsnorm_kernel, num_warps=n) for n in (8, 16)}
 _launch_backward = {n: Launcher(_rmsnorm_backward_kernel, num_warps=n) for n in (8, 16)}
-_launch_sums = Launcher(_rmsnorm_sums_kernel, num_warps=8)
 
 
 @lru_cache(maxsize=4096)
@@ -152,5 +151,7 @@ def rmsnorm_backward(
     )  # fmt: skip
     if dweight is not None:
         height = next_power_of_2(programs)
-        _launch_sums((-(-cols // SUMMED), 1, 1), sums, dweight, programs, cols, height, SUMMED)
+        _rmsnorm_sums_kernel(
+            (-(-cols // SUMMED), 1, 1), sums, dweight, programs, cols, height, SUMMED
+        )
     return dx, dweight

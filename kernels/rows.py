@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import BYTES, casts_in_hardware
-from .launch import Launcher, next_power_of_2
+from .launch import launched, next_power_of_2
 from .reference.cast import ALIGNMENT
 from .reference.rows import rows_needed
 from .transpose_tiles import place_tile, store_both
@@ -24,7 +24,7 @@ from .transpose_tiles import place_tile, store_both
 ROWS, COLS, WIDTH, BLOCK = 64, 64, 1024, 2048
 
 
-@triton.jit
+@launched(num_warps=8)
 def _count_pairs_kernel(ids_ptr, counts_ptr, places_ptr, pairs, experts, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -38,7 +38,7 @@ def _count_pairs_kernel(ids_ptr, counts_ptr, places_ptr, pairs, experts, BLOCK: 
     tl.store(counts_ptr + expert, tl.sum(total, axis=0))
 
 
-@triton.jit
+@launched(num_warps=8)
 def _route_kernel(
     ids_ptr, counts_ptr, ends_ptr, index_ptr, places_ptr, pairs, experts, rows,
     ALIGNMENT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -72,7 +72,7 @@ def _take(codes_ptr, index_ptr, r, c, rows, cols, count):
     return tl.load(at, mask=(pair >= 0)[:, None] & (c < cols)[None, :], other=0)
 
 
-@triton.jit
+@launched(num_warps=4)
 def _take_rows_kernel(
     codes_ptr, index_ptr, plain_ptr, turned_ptr, rows, cols, count,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -95,7 +95,7 @@ def _row(x_ptr, place_ptr, c, cols):
     return tl.load(x_ptr + place.to(tl.int64) * cols + c, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit
+@launched(num_warps=4)
 def _sum_rows_kernel(
     x_ptr, places_ptr, total_ptr, cols, across, COUNT: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -107,20 +107,14 @@ def _sum_rows_kernel(
     tl.store(total_ptr + token.to(tl.int64) * cols + c, total, mask=c < cols)
 
 
-_launch_count = Launcher(_count_pairs_kernel, num_warps=8)
-_launch_route = Launcher(_route_kernel, num_warps=8)
-_launch_take = Launcher(_take_rows_kernel, num_warps=4)
-_launch_sum = Launcher(_sum_rows_kernel, num_warps=4)
-
-
 def route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Give each pair of token and expert a row; see the reference, which has the same bits."""
     ids, pairs = top_k_index.contiguous(), top_k_index.numel()
     rows = rows_needed(pairs, experts)
     counts, ends, index = (ids.new_empty(n, dtype=torch.int32) for n in (experts, experts, rows))
     places = torch.empty_like(ids, dtype=torch.int32)
-    _launch_count((experts, 1, 1), ids, counts, places, pairs, experts, BLOCK)
-    _launch_route(
+    _count_pairs_kernel((experts, 1, 1), ids, counts, places, pairs, experts, BLOCK)
+    _route_kernel(
         (experts, 1, 1), ids, counts, ends, index, places, pairs, experts, rows, ALIGNMENT, next_power_of_2(experts),
         BLOCK,
     )  # fmt: skip
@@ -139,7 +133,7 @@ def take_rows(
     taken = codes.new_empty((rows, cols) if plain else (0, 0))
     turned = codes.new_empty((cols, rows) if transposed else (0, 0))
     if rows and cols:
-        _launch_take(
+        _take_rows_kernel(
             (-(-rows // ROWS) * -(-cols // COLS), 1, 1),
             codes, index, taken if plain else turned, turned if transposed else taken, rows, cols, count,
             plain, transposed, casts_in_hardware(codes.device), ROWS, COLS,
@@ -156,7 +150,7 @@ def sum_rows(
     total = x.new_empty((tokens, cols))
     across = -(-cols // WIDTH)
     if total.numel():
-        _launch_sum(
+        _sum_rows_kernel(
             (tokens * across, 1, 1), x.contiguous(), places.contiguous(), total, cols, across, count, WIDTH
         )  # fmt: skip
     return total

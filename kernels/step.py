@@ -20,14 +20,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8stack.formats import BLOCK, GRAD_LIMIT, rows_cols, scale_shape
 
 from . import state_codecs, tile_io
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .pointer_table import COLUMN, WIDTH
 from .reference.fp8 import NEIGHBOUR as _NEIGHBOUR
 from .reference.step import StepKind, StepTensors
@@ -44,7 +43,7 @@ _WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_BLOCK_SCALE, _M, _M_SCALE, _V, _V_
 _FIRST = tl.constexpr(COLUMN["first"])
 
 
-@triton.jit
+@launched(num_warps=2, **UNFUSED)
 def _step_kernel(
     table_ptr, owner_ptr, hyper_ptr, amax_ptr,
     ALGORITHM: tl.constexpr, COUPLED: tl.constexpr, MASTER: tl.constexpr,
@@ -168,7 +167,7 @@ def _step_kernel(
         tile_io.store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
 
 
-@triton.jit
+@launched(num_warps=1)
 def _scales_kernel(
     table_ptr, hyper_ptr, amax_ptr, M: tl.constexpr, V: tl.constexpr, MASTER: tl.constexpr
 ):  # fmt: skip
@@ -191,8 +190,6 @@ def _scales_kernel(
 
 # --- launching
 
-_launch_step = Launcher(_step_kernel, num_warps=2, **UNFUSED)
-_launch_scales = Launcher(_scales_kernel, num_warps=1)
 
 TYPES = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8,
@@ -280,10 +277,10 @@ def step_table(
         dtypes[4] = tl.int16
     one_scale = [kept == "tensor" for kept in (kind.m, kind.v, kind.master)]
     for number in (1, 2) if any(one_scale) else (0,):
-        _launch_step(
+        _step_kernel(
             (len(owner), 1, 1),
             rows, owner, hyper, amax, kind.algorithm, kind.coupled, kind.master, kind.m, kind.v, *dtypes,
             launch.rows, number, fast, BLOCKS,
         )  # fmt: skip
     if any(one_scale):
-        _launch_scales((len(rows), 1, 1), rows, hyper, amax, *one_scale)
+        _scales_kernel((len(rows), 1, 1), rows, hyper, amax, *one_scale)

@@ -9,13 +9,12 @@ Limits: powers are exponentials of logarithms, so a last bit may differ from the
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .pointer_table import COLUMN, WIDTH
 from .reference.step_scalars import LEAST_EPS, TURNS
 
@@ -25,7 +24,7 @@ _LEAST_EPS, _GRAD_LIMIT = tl.constexpr(LEAST_EPS), tl.constexpr(GRAD_LIMIT)
 _TURN_V, _TURN_M, _TURN_W = (tl.constexpr(turn) for turn in TURNS)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _scalars_kernel(
     table_ptr, group_ptr, group_of_ptr, seed_ptr, steps_ptr, verdict_ptr, skipped_ptr, hyper_ptr, count,
     ALGORITHM: tl.constexpr, SIZE: tl.constexpr,
@@ -84,9 +83,6 @@ def _scalars_kernel(
     tl.store(out + 12, phase.to(tl.float32, bitcast=True), mask=inside)
 
 
-_launch_scalars = Launcher(_scalars_kernel, num_warps=4, **UNFUSED)
-
-
 def scalars(
     algorithm: str,
     table: Tensor,  # int64 [parameters, 16]; a parameter without a gradient has address 0
@@ -100,7 +96,7 @@ def scalars(
 ) -> None:
     """Write the scalars of every parameter to `hyper`, and count the step or the skip, as the reference does."""
     count = len(steps)
-    _launch_scalars(
+    _scalars_kernel(
         (-(-count // SIZE), 1, 1),
         table, group, group_of, seed, steps, verdict, skipped, hyper, count, algorithm, SIZE,
     )  # fmt: skip

@@ -9,17 +9,16 @@ Limits: contiguous tensors (others are copied).
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
+from .launch import launched
 from .reference import widen as reference
 
 ELEMENTS = 4096  # of a program
 
 
-@triton.jit
+@launched(num_warps=8)
 def _widened_sum_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, numel, COUNT: tl.constexpr, ELEMENTS: tl.constexpr
 ):
@@ -35,9 +34,6 @@ def _widened_sum_kernel(
     tl.store(out_ptr + at, total, mask=inside)
 
 
-_launch = Launcher(_widened_sum_kernel, num_warps=8)
-
-
 def widened_sum(first: Tensor, *others: Tensor) -> Tensor:
     """Return the sum of up to four tensors of one shape in float32."""
     given = [x.contiguous() for x in (first, *others)]
@@ -46,5 +42,5 @@ def widened_sum(first: Tensor, *others: Tensor) -> Tensor:
         return out
     filled = (*given, *[given[0]] * (reference.MOST - len(given)))
     programs = -(-out.numel() // ELEMENTS)
-    _launch((programs, 1, 1), *filled, out, out.numel(), len(given), ELEMENTS)
+    _widened_sum_kernel((programs, 1, 1), *filled, out, out.numel(), len(given), ELEMENTS)
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK
 
 from .fp8 import FLOATS, block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .reference.wire import Layout, scales_of, share_and_rest
 
 BLOCKS = 16
@@ -33,7 +33,7 @@ def _places(block, per, pitch):
     return chunk + within * 128, (chunk + tl.cast(per, tl.int64) * 128) // 4 + within
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _pack_kernel(
     x_ptr, scale_ptr, wire_ptr, n_blocks, all_blocks, blocks_per_row, cols, per, pitch,
     CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
@@ -64,7 +64,7 @@ def divide(x, by, DIVIDE: tl.constexpr):
     return tl.div_rn(x, tl.zeros_like(x) + by) if DIVIDE else x
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _reduce_kernel(
     codes_ptr, scales_ptr, out_ptr, out_scales_ptr,
     ranks, share, rest, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
@@ -91,7 +91,7 @@ def _reduce_kernel(
         store_rounded(out_ptr + at, total, at < numel)
 
 
-@triton.jit
+@launched(num_warps=4, **UNFUSED)
 def _unpack_kernel(
     wire_ptr, out_ptr, scale_ptr, n_blocks, blocks_per_row, cols, per, pitch,
     CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
@@ -107,11 +107,6 @@ def _unpack_kernel(
         store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
 
 
-_launch_pack = Launcher(_pack_kernel, num_warps=4, **UNFUSED)
-_launch_reduce = Launcher(_reduce_kernel, num_warps=4, **UNFUSED)
-_launch_unpack = Launcher(_unpack_kernel, num_warps=4, **UNFUSED)
-
-
 def pack(
     x: Tensor, layout: Layout, out: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
@@ -120,7 +115,7 @@ def pack(
         out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
     blocks = layout.world * layout.per
     if blocks:
-        _launch_pack(
+        _pack_kernel(
             (-(-blocks // BLOCKS), 1, 1),
             x, x if scale is None else scale, out,
             layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
@@ -157,7 +152,7 @@ def _reduce(
         return
     steps = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     share, rest = share_and_rest(len(codes), divisor)
-    _launch_reduce(
+    _reduce_kernel(
         (-(-blocks // BLOCKS), 1, 1),
         codes, scales, out, out_scales, len(codes), share, rest, blocks, per, *steps, numel,
         rest != 1, not numel, casts_in_hardware(out.device), BLOCKS,
@@ -168,7 +163,7 @@ def unpack(chunks: Tensor, out: Tensor, layout: Layout, scale: Tensor | None = N
     """Decode a tensor; with `scale`, take it out of chunks in FP8."""
     if not layout.blocks:
         return
-    _launch_unpack(
+    _unpack_kernel(
         (-(-layout.blocks // BLOCKS), 1, 1),
         chunks, out, out if scale is None else scale,
         layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,

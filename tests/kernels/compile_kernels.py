@@ -63,8 +63,14 @@ def find_kernels():
         if path.stem not in ("__init__", "ops"):
             module = import_module(f"fp8stack.kernels.{path.stem}")
             kernels = [n for n in vars(module) if n.endswith("_kernel")]
-            found |= {n: module for n in kernels if vars(module)[n].__module__ == module.__name__}
+            found |= {n: module for n in kernels if jitted(module, n).__module__ == module.__name__}
     return found
+
+
+def jitted(module, name):
+    """Return a kernel as `triton.jit` made it."""
+    kernel = vars(module)[name]
+    return kernel.kernel if isinstance(kernel, Launcher) else kernel
 
 
 @cache
@@ -434,7 +440,7 @@ def measure(cubin, threads_per_element):
 def specializations():
     """Yield (kernel name, label, function, pointer types, all constants) of every case."""
     for name, module in find_kernels().items():
-        kernel = getattr(module, name)
+        kernel = jitted(module, name)
         sizes = {n: getattr(module, n, size) for n, size in SIZES.items()}
         for label, pointers, constants in CASES.get(name, ()):
             constants = sizes | constants

@@ -25,7 +25,7 @@ SHAPES = [
     (), (1,), (7,), (128,), (129,), (0,), (0, 4), (4, 0), (3, 5), (4, 128), (5, 200), (2, 3, 64), (17, 256), (9, 130)
 ]  # fmt: skip
 LARGE = pytest.mark.parametrize("shape", [(4096, 4100), (4096, 4096), (70001, 129)], ids=str)
-HOW = triton_quantize._launch_quantize.options
+HOW = triton_quantize._quantize_blocks_kernel.options
 
 
 @triton.jit
