@@ -28,7 +28,8 @@ def test_it_is_a_program():
 
 
 @pytest.mark.parametrize(
-    "given", ["--version", "--help", "plan --help", "docter", "estimate --parameters x"]
+    "given",
+    ["--version", "--help", "plan --help", "demo --help", "docter", "estimate --parameters x"],
 )
 def test_it_answers_without_torch(given, tmp_path):
     """In a tenth of a second, where torch takes two."""
