@@ -1,4 +1,4 @@
-"""Which runs of `convergence.py` are compared: for its own summary, the table of `peer_tables.py`, and `report.py`.
+"""Which runs of `convergence.py` are compared in its summary.
 
 A difference says something of two runs with the same weights and batches only: one text, and one seed.
 """

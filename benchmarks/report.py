@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import peer_tables
 import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
-from paired_runs import beside_baseline
 from record_tables import by_variant, layers
 from training_tables import LONG_RUNS, comparable, named
 
@@ -71,11 +69,6 @@ def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
     return list(by_variant(r for r in records if params.items() <= r["params"].items()).values())
 
 
-def with_baseline(records: Iterable[Record], params: Record) -> list[Record]:
-    """Return those with these parameters that a baseline compares with, none where it is not among them."""
-    return beside_baseline(r for r in records if params.items() <= r["params"].items())
-
-
 def plain_runs(records: Iterable[Record], model: str) -> list[Record]:
     """Return a model's long runs without flags of the application."""
     return [r for r in comparable(records, model) if named(r) == r["variant"]]
@@ -90,12 +83,6 @@ SECTIONS = [
     Section(
         "memory", "Bytes a parameter", "What stays between steps, counted on live tensors of the demo: weights, "
         "gradients, masters and optimizer states of each level.", "demo.jsonl", last_of_each, pictures.draw_levels,
-    ),
-    Section(
-        "peers", "Loss beside other libraries' optimizers", "Validation loss with what GPUs without FP8 fall back to, "
-        "and with the baseline stepped by other libraries; and how far each seed is off, beside half a percent.",
-        "convergence.jsonl",
-        partial(with_baseline, params=peer_tables.RECIPE), pictures.draw_losses,
     ),
     Section(
         "optimizer", "An optimizer's step", "Time of one step over the bytes that it keeps, gradients included.",
@@ -129,11 +116,6 @@ SECTIONS = [
         "stability", "Formats and odd sizes", "Short runs at O2, each with another format, recipe, margin or "
         "size: how far the training loss of the last steps is off that of bf16.", "stability.jsonl",
         last_pairs, pictures.draw_stability,
-    ),
-    Section(
-        "gradients", "Gradients", "How far gradients of one step in training are off those in float32: the mean over "
-        "matrices of the relative error.", "gradients.jsonl",
-        lambda rows: last_pairs(r for r in rows if r["params"]["after"]), pictures.draw_gradients,
     ),
     Section(
         "monitor", "A Monitor", "What sampling one step of a hundred adds to training.", "monitor_cost.jsonl",

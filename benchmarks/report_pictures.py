@@ -77,13 +77,12 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
         curves[variant] = {
             seed: mean_curve([dict(r["validation"]) for r in runs]) for seed, runs in seeds.items()
         }
-    base = curves.get("baseline") or curves["bf16"]
+    base = curves["bf16"]
     ends, looks = [2.0], looks_of(list(curves))
     for level, by_seed in curves.items():
         mean = mean_curve(by_seed.values())
-        label = level.removeprefix("peer/")
         color, style = looks[level]
-        above.plot(list(mean), list(mean.values()), style, color=color, marker=".", label=label)
+        above.plot(list(mean), list(mean.values()), style, color=color, marker=".", label=level)
         for seed, curve in by_seed.items():
             other = base.get(seed, {})
             off = {step: 100 * (curve[step] / other[step] - 1) for step in curve if step in other}
@@ -228,19 +227,3 @@ def draw_monitor(figure: Figure, rows: list[Record]) -> None:
     bars(
         figure, [{**r, "value": 100 * r["value"]} for r in named], labels, "% of the time of steps"
     )
-
-
-def draw_gradients(figure: Figure, rows: list[Record]) -> None:
-    """Errors of gradients, a plot for each model; fp8stack's own products in color."""
-    models = list(dict.fromkeys(r["params"]["model"] for r in rows))
-    figure.set_size_inches(9, 1 + 0.32 * len({r["variant"] for r in rows}))
-    plots = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    for plot, model in zip(plots, models, strict=True):
-        own = [r for r in rows if r["params"]["model"] == model]
-        names = [r["variant"] for r in own]
-        errors = [100 * r["value"] for r in own]
-        drawn = plot.barh(names, errors, color=[OURS if is_ours(n) else PEER for n in names])
-        plot.bar_label(drawn, [f"{e:.1f} %" for e in errors], padding=3, fontsize="small")
-        plot.margins(x=0.25)
-        plot.set(title=f"{model} after {own[-1]['params']['after']} steps", xlabel="error, %")
-    plots[0].invert_yaxis()

@@ -112,9 +112,7 @@ def steps_to_loss(records: list[Record]) -> list[str]:
 def fine_tuning(records: list[Record]) -> list[str]:
     """Return a row for each variant of fine_tuning.py: how much worse its weights are than bf16's of the same seeds."""
     rows: list[tuple[str, ...]] = []
-    alike: dict[
-        str, list[Record]
-    ] = {}  # runs are compared with those of as many steps and the same trained parameters
+    alike: dict[str, list[Record]] = {}  # runs of as many steps and the same trained parameters
     for r in records:
         trained = "" if r["params"]["train"] == ["*"] else f" of `{' '.join(r['params']['train'])}`"
         alike.setdefault(f"{r['params']['steps']} steps{trained}", []).append(r)
@@ -122,23 +120,25 @@ def fine_tuning(records: list[Record]) -> list[str]:
         found = by_name(own)
         base = found.pop(BASE)
         for variant, runs in found.items():
+            off = [r["loss_in_bf16"] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
+            more = [
+                100 * extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()
+            ]
             cells = []
-            for key in ("loss_in_bf16", "loss_in_own"):
-                off = [r[key] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
-                mean, half = over_seeds(off)
-                cells.append(f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}"))
-            more = [extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()]
-            rows.append((f"{variant}, {title}", str(len(runs)), *cells, within(over_seeds(more))))
-    heads = ("above bf16, evaluated in bf16", "in its own products", "more steps than bf16")
-    return lines(("trained at", "seeds", *heads), rows)
+            for (mean, half), digits in ((over_seeds(off), 4), (over_seeds(more), 1)):
+                cells.append(
+                    f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+                )
+            rows.append((f"{variant}, {title}", str(len(runs)), *cells))
+    return lines(("trained at", "seeds", "above bf16, nats", "more steps than bf16, %"), rows)
 
 
 def gradient_noise(records: list[Record]) -> list[str]:
     """Return a row for each variant of gradient_noise.py, of all matrices."""
     found = {r["variant"]: r["kinds"]["all"] for r in records}
-    keys = ("error", "steady", "of_gradient", "cosine")
+    keys = ("error", "steady", "cosine")
     rows = [(variant, *(f"{n[key]:.3f}" for key in keys)) for variant, n in found.items()]
-    return lines(("", "error / noise", "steady / noise", "error / gradient", "cosine"), rows)
+    return lines(("", "error / noise", "steady / noise", "cosine"), rows)
 
 
 TABLES = {}

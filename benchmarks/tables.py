@@ -5,11 +5,10 @@
 
 A document says where a table goes, with two comments on lines of their own; what is between them is replaced:
 
-    <!-- table: convergence -->
+    <!-- table: memory -->
     <!-- /table -->
 
-`record_tables.py` has most of them, `peer_tables.py` losses beside peers, `training_tables.py` long runs,
-`seed_tables.py` deterministic ones over seeds.
+`record_tables.py` has most of them, `training_tables.py` long runs, `seed_tables.py` deterministic ones over seeds.
 Sentences around a table that repeat one of its numbers are not written from here.
 """
 
@@ -21,14 +20,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import peer_tables
 import record_tables
 import seed_tables
 import training_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = record_tables.TABLES | peer_tables.TABLES | training_tables.TABLES
-TABLES |= seed_tables.TABLES
+TABLES = record_tables.TABLES | training_tables.TABLES | seed_tables.TABLES
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BEGIN, END = "<!-- table:", "<!-- /table -->"
 PLACE = re.compile(rf"^({BEGIN} (\S+) -->)\n.*?^{END}$", re.S | re.M)

@@ -1,4 +1,4 @@
-"""The tables of training: how exact gradients are, long runs; see `tables.py`."""
+"""The tables of training: long runs; see `tables.py`."""
 
 from __future__ import annotations
 
@@ -7,37 +7,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from record_tables import RESULTS, Record, by_variant, lines, paired, percent, read, runs_by_seed
-
-GRADIENTS = {
-    "bf16 autocast": "bf16",
-    'native, `"current"`': "native current",
-    'native, `"current"`, fast sums': "native current, fast sums",
-    'native, `"delayed"`': "native delayed",
-    'native, `"blockwise"`': "native blockwise",
-    'TransformerEngine, `"current"`': "te current",
-    'TransformerEngine, `"current"`, fast sums': "te current, fast sums",
-    'TransformerEngine, `"delayed"`, fast sums': "te delayed",
-    'TransformerEngine, `"blockwise"`': "te blockwise",
-}
-TRAINED = 200  # steps before the second comparison
-
-
-def gradients() -> list[str]:
-    """Return errors of gradients, and in brackets their sizes along float32's."""
-    moments = [
-        by_variant(read("gradients", model=model, after=after))
-        for model in ("gpt2", "llama-1b")
-        for after in (0, TRAINED)
-    ]
-    rows = [
-        (name, *(f"{100 * r['value']:.1f} % ({r['along']:.3f})" for r in (m[v] for m in moments)))
-        for name, v in GRADIENTS.items()
-    ]
-    later = f"after {TRAINED} steps"
-    heads = ("GPT-2 124M, first values", later, "Llama 1.1 B, first values", later)
-    return lines(("", *heads), rows)
-
+from record_tables import RESULTS, Record, lines, paired, percent, read, runs_by_seed
 
 # --- long runs of the application
 
@@ -143,7 +113,5 @@ def training_cells(s: Summary) -> tuple[str, ...]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {}
-if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
-    TABLES["gradients"] = gradients
-if (RESULTS / "training.jsonl").exists():
+if (RESULTS / "training.jsonl").exists():  # a table that no document shows is an error
     TABLES["training"] = lambda: training(read("training"))

@@ -26,10 +26,10 @@ How:
 `precision_for`, `skip`) are not chosen, and those that the batch does not call keep the level's precision. What both
 cost counts, as do products by bare parameters, which `matmuls=False` leaves in bfloat16.
 
-Limits: the error that FP8 makes in gradients is not measured; the monitor watches that (docs/monitoring.md). Times are
-those of layers alone, in eager mode, the host's where it is slower, each with a gradient for its input: casts that
-layers share and fused MLPs save more, compiled layers too, and a first layer less. Products by bare parameters are not
-timed: with `select="all"`, which the options have, they are in FP8 at any size. Rows of padding count as tokens.
+Limits: the error that FP8 makes in gradients is not measured; the monitor watches that. Times are those of layers
+alone, in eager mode, the host's where it is slower, each with a gradient for its input: casts that layers share and
+fused MLPs save more, compiled layers too, and a first layer less. Products by bare parameters are not timed: with
+`select="all"`, which the options have, they are in FP8 at any size. Rows of padding count as tokens.
 TransformerEngine's layers are not tuned. Ranks time for themselves: call it on one, and hand the options to all.
 """
 

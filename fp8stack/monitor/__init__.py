@@ -1,4 +1,4 @@
-"""What FP8 does to the tensors of a model, layer by layer, and what to do about it; formulas are in docs/monitoring.md.
+"""What FP8 does to the tensors of a model, layer by layer, and what to do about it (docs/troubleshooting.md).
 
     from fp8stack.monitor import Monitor
 

