@@ -3,16 +3,22 @@
 They run as they are shown, in this process; options after them make training short.
 """
 
+import contextlib
+import io
 import json
+import logging
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import compare
+import engines
 import pytest
 import torch
 import train_gpt
 from gpt import tokenize_data
+from ranks import run_ranks
 
 from fp8stack.__main__ import main as fp8stack_main
 from fp8stack.cli import machine
@@ -30,6 +36,11 @@ SMALL = [*FEWER, "--model", "tiny", "--seq-len", "32", "--eval-batches", "2", "-
 
 COMPARED = "python examples/train_gpt.py --model tiny"
 HERE = {
+    "docs/tutorial-script.md": [
+        "fp8stack doctor", "fp8stack plan train.py:build_model", "fp8stack inspect run.pt",
+        "fp8stack convert run.pt --to fp32",
+    ],
+    "docs/tutorial-deepspeed.md": ["fp8stack doctor --deepspeed ds_config.json --model train.py:build_model"],
     "docs/checkpoints.md": ["fp8stack convert run.pt --to safetensors", "fp8stack inspect run.pt"],
     "docs/training.md": [
         "python examples/train_gpt.py",
@@ -50,6 +61,8 @@ NOT_RUN = {  # a command, or how several begin, and why
     "make lint": "a step of its own in .ci",
     "make test-gpu": "a GPU",
     "pip install fp8stack": "the index; tests/packaging builds and installs the wheel",
+    'pip install "fp8stack[': "the index, too",
+    "torchrun --nproc-per-node 1 train.py": "DeepSpeed's script; a rank of this file's is what torchrun starts",
     "pip install -e": "would change the installation under test; tests/packaging builds and installs the wheel",
     "torchrun --nproc-per-node 8 ": "eight GPUs; tests/examples/test_gpt_resume.py has two ranks",
     "sbatch ": "Slurm; tests/examples/test_gpt_slurm.py runs the scripts without it",
@@ -94,10 +107,62 @@ def test_every_command_is_run_or_has_its_reason():
         assert (ROOT / path).exists(), path
 
 
+def code(page, language="python"):
+    """Return a page's blocks in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)
+
+
+def test_the_first_hour_is_as_shown(run, tmp_path, capsys, caplog, monkeypatch):
+    page, names = "docs/tutorial-script.md", {}
+    monkeypatch.delenv("FP8STACK_QUIET", raising=False)
+    script, *rest = code(page)
+    (tmp_path / "train.py").write_text(script)
+    doctor, plan, inspect, convert = HERE[page]
+    run(page, doctor, "--no-self-test")
+    run(page, plan)
+    with caplog.at_level(logging.INFO, "fp8stack"):
+        for block in (script, *rest):
+            exec(compile(block, page, "exec"), names)
+    (card,) = code(page, "text")
+    printed = re.sub(r"^fp8stack \S+ ·", "fp8stack 0.1.0 ·", caplog.records[0].getMessage())
+    assert torch.cuda.is_available() or printed.split() == card.split()
+    assert names["saved"] == {"step": 100}
+    losses = names["results"]
+    assert losses["baseline"] < 2.5, "from log(256), which is 5.5"
+    assert all(abs(losses[level] / losses["baseline"] - 1) < 0.02 for level in ("O0", "O2"))
+    run(page, inspect)
+    run(page, convert)
+    names["build_model"]().load_state_dict(torch.load("run_fp32.pt", weights_only=True))
+    assert "8-bit block 128" in capsys.readouterr().out
+
+
+def be_rank_under_deepspeed(rank):
+    engines.import_deepspeed()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path("train.py", run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_the_deepspeed_script_trains_as_shown(run, tmp_path, capsys):
+    pytest.importorskip("deepspeed")
+    page = "docs/tutorial-deepspeed.md"
+    ((config,), (script,)) = (code(page, language) for language in ("json", "py"))
+    (tmp_path / "ds_config.json").write_text(config)
+    (tmp_path / "train.py").write_text(script)
+    run(page, *HERE[page])
+    assert "Nothing known stands against it." in capsys.readouterr().out
+    (printed,) = run_ranks(be_rank_under_deepspeed, 1)
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.M)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.6 * losses[0]
+    assert "fp8stack O2: DeepSpeed ZeRO-2, 3 converted layers" in printed
+    assert (tmp_path / "checkpoints" / "latest").exists()
+
+
 def test_a_checkpoint_is_converted_and_shown_from_its_file_alone(run, tmp_path, capsys):
     page = "docs/checkpoints.md"
-    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[1]
-    exec(compile(code, page, "exec"), {})
+    exec(compile(code(page)[0], page, "exec"), {})
     convert, inspect = HERE[page]
     pytest.importorskip("safetensors")
     run(page, convert)
