@@ -8,7 +8,8 @@ one after the other, and blocks of Python after the first are typed into `python
 with a model trained at O2 fails. The record has the seconds of the whole walk and of each command, imports and
 compilers included, and the processor's seconds; downloads (`pip install`) are left out.
 
-Limits: wall time is that of a machine that others may use; where DeepSpeed is not installed, its walk ends at `doctor`.
+Limits: wall time is that of a machine that others may use: `load` is its average of the last five minutes, this walk's
+included, `threads` is OMP_NUM_THREADS where it is set. Where DeepSpeed is not installed, its walk ends at `doctor`.
 """
 
 from __future__ import annotations
@@ -97,8 +98,12 @@ def walk(name: str) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     record: dict[str, Any] = {"name": "walks", "variant": name}
     record["params"] = {"page": f"tutorial-{name}.md", "commands": [c for c, _ in steps]}
-    record |= {"metric": "a walk through the tutorial, without downloads", "value": sum(seconds)}
+    record |= {
+        "metric": "a walk through the tutorial, without downloads",
+        "value": round(sum(seconds), 1),
+    }
     record |= {"unit": "s", "seconds": seconds, "cores": os.cpu_count()}
+    record |= {"load": os.getloadavg()[1], "threads": os.environ.get("OMP_NUM_THREADS", "")}
     record["processor_s"] = round(
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
     )
