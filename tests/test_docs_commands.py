@@ -126,7 +126,7 @@ def test_the_first_hour_is_as_shown(run, tmp_path, capsys, caplog, monkeypatch):
     (card,) = code(page, "text")
     printed = re.sub(r"^fp8stack \S+ ·", "fp8stack 0.1.0 ·", caplog.records[0].getMessage())
     assert torch.cuda.is_available() or printed.split() == card.split()
-    assert names["saved"] == {"step": 100}
+    assert names["saved"] == {"step": 60}
     losses = names["results"]
     assert losses["baseline"] < 2.5, "from log(256), which is 5.5"
     assert all(abs(losses[level] / losses["baseline"] - 1) < 0.02 for level in ("O0", "O2"))

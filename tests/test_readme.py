@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ADDRESSES = {
     r"^https://fp8stack\.github\.io/fp8stack/$": "docs/index.md",
-    r"^https://fp8stack\.github\.io/fp8stack/(\w+)/$": r"docs/\1.md",
+    r"^https://fp8stack\.github\.io/fp8stack/([\w-]+)/$": r"docs/\1.md",
     r"^https://github\.com/fp8stack/fp8stack/blob/main/": "",
     r"^https://raw\.githubusercontent\.com/fp8stack/fp8stack/main/": "",
 }
@@ -172,6 +172,12 @@ def test_steps_take_nothing_but_their_time():
     stress = [r for r in records.read("optimizer_stress") if r["variant"].startswith("fp8stack")]
     assert not any(r["extra"]["explodes"] for r in stress)
     assert not any(record.get("differing_bytes") for record in records.read("comm"))
+
+
+def test_the_tutorials_take_less_than_five_minutes_each():
+    walks = records.read("walks")
+    assert {r["variant"] for r in walks} == {"script", "trainer", "deepspeed"}
+    assert all(r["value"] < 300 and r["ends"] == "trained at O2" for r in walks)
 
 
 def test_every_file_of_records_has_its_command_on_a_page():

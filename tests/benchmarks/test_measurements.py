@@ -18,6 +18,7 @@ import optimizer_stress
 import pytest
 import stability
 import torch
+import walks
 from torch import nn
 
 import fp8stack
@@ -165,3 +166,24 @@ def test_a_v_that_flushes_to_zero_and_a_weight_that_is_not_finite_are_found(
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
     found = {"fp8stack Flushing": ["wide"], "fp8stack Dividing": ["zero first"]}
     assert verdict == {"ok": False, "explode": found, "not_measured": {}}
+
+
+def test_a_walk_is_what_its_page_shows():
+    files, steps = walks.steps_of((walks.ROOT / "docs" / "tutorial-script.md").read_text())
+    assert list(files) == ["train.py"]
+    commands = [command for command, typed in steps if not typed]
+    assert commands[:2] == ["fp8stack doctor", "fp8stack plan train.py:build_model"]
+    ((session, typed),) = (step for step in steps if step[1])
+    assert session == "python -i train.py"
+    assert typed.count("fp8stack.initialize(") == 3
+    files, steps = walks.steps_of((walks.ROOT / "docs" / "tutorial-deepspeed.md").read_text())
+    assert json.loads(files["ds_config.json"])["fp8stack"]["opt_level"] == "O2"
+    assert "deepspeed.initialize(" in files["train.py"]
+    assert [command.split()[0] for command, _ in steps] == ["fp8stack", "torchrun"]
+
+
+def test_a_walk_that_fails_says_where(tmp_path):
+    (tmp_path / "train.py").write_text("x = 1\n")
+    assert "2\n" in walks.run("python -i train.py", "print(x + 1)\n", tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)train.py failed.*ZeroDivisionError"):
+        walks.run("python -i train.py", "x / 0\nprint(x)\n", tmp_path)
