@@ -178,6 +178,8 @@ def test_the_tutorials_take_less_than_five_minutes_each():
     walks = records.read("walks")
     assert {r["variant"] for r in walks} == {"script", "trainer", "deepspeed"}
     assert all(r["value"] < 300 and r["ends"] == "trained at O2" for r in walks)
+    seconds = [r["value"] for r in walks]
+    assert f"{min(seconds):.0f} to {max(seconds):.0f} s each" in words("docs/measured.md")
 
 
 def test_every_file_of_records_has_its_command_on_a_page():
