@@ -3,7 +3,7 @@
 import functools
 import http.server
 import json
-import re
+import queue
 import subprocess
 import threading
 
@@ -11,23 +11,39 @@ from helpers import find_browser
 
 WIDTHS = (390, 1280)  # pixels, of a phone and of a laptop
 MEASURE = """<body><script>
-async function overflow(page, width) {
+const found = {}
+async function measure(page) {
     const frame = document.createElement("iframe")
-    Object.assign(frame, {src: page, width, height: 900, style: "border: 0"})
+    Object.assign(frame, {src: page, height: 900, style: "border: 0"})
     const loaded = new Promise(done => { frame.onload = done })
     document.body.append(frame)
     await loaded
-    await new Promise(done => setTimeout(done, 500))
-    const beyond = frame.contentDocument.documentElement.scrollWidth - width
+    for (const width of WIDTHS) {
+        frame.width = width
+        await new Promise(done => setTimeout(done, 300))
+        found[`${page} ${width}`] = frame.contentDocument.documentElement.scrollWidth - width
+    }
     frame.remove()
-    return beyond
 }
 (async () => {
-    const found = {}
-    const measure = async (page, width) => { found[`${page} ${width}`] = await overflow(page, width) }
-    await Promise.all(PAGES.flatMap(page => WIDTHS.map(width => measure(page, width))))
-    document.body.dataset.found = JSON.stringify(found)
+    const left = [...PAGES]
+    const lane = async () => { while (left.length) await measure(left.pop()) }
+    await Promise.all([lane(), lane(), lane(), lane()])
+    fetch("found", {method: "POST", body: JSON.stringify(found)})
 })()</script></body>"""
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder, and takes what the page has found."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.found.put(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
 
 
 def measure_overflow(folder, pages, profile):
@@ -40,15 +56,18 @@ def measure_overflow(folder, pages, profile):
     browser = find_browser()
     measure = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
     (folder / "measure.html").write_text(measure)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    handler = functools.partial(Handler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.found = queue.Queue()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-        options += ["--window-size=1400,1000", "--virtual-time-budget=120000", "--dump-dom"]
         address = f"http://127.0.0.1:{server.server_address[1]}/measure.html"
-        shown = subprocess.run(
-            [browser, *options, address], capture_output=True, text=True, timeout=200
+        shown = subprocess.Popen(
+            [browser, *options, "--window-size=1400,1000", address], stderr=subprocess.DEVNULL
         )
-        server.shutdown()
-    (found,) = re.findall(r'data-found="([^"]*)"', shown.stdout)
-    return json.loads(found.replace("&quot;", '"'))
+        try:
+            return server.found.get(timeout=120)
+        finally:
+            shown.kill()
+            shown.wait()
+            server.shutdown()
