@@ -11,8 +11,8 @@ model under bf16 autocast; "FP8" is level O0 with the options that levels were t
 too. Windows lie side by side over the validation shards, and none is left out but the tokens at the end that are no
 window.
 
-A record has the mean losses of at most BLOCKS pieces of text, in the order of the text: what intervals are computed
-from (`intervals.py`), of pairs too, without the windows themselves. Windows of a file depend on each other, and a piece
+A record has the mean losses of at most BLOCKS pieces of text, in the order of the text: what intervals can be
+computed from, of pairs too, without the windows themselves. Windows of a file depend on each other, and a piece
 holds them together. `value` is the mean in bf16.
 
 Limits: eager, one GPU. Dropout and the like, which these models do not have, would be off.

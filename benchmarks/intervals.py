@@ -1,7 +1,6 @@
 """How sure a number is, and how many steps a loss takes: what records of several seeds and curves are read with.
 
-`over_seeds` is Student's interval of a mean: seeds are few, and each is a run of its own. `over_text` resamples pieces
-of text: what one run's loss owes to the text that it was measured on. Both are 95 %.
+`over_seeds` is Student's interval of a mean, of 95 %: seeds are few, and each is a run of its own.
 
 `extra_steps` compares two curves where both have reached a loss: the higher one of their last. A level that ends .5 %
 higher may have needed 3 % more steps for it, or 30 %, as the curve is steep or flat there: that is what it costs.
@@ -13,13 +12,10 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
 
-import numpy as np
-
 # Student's 97.5 % quantiles for 1, 2, ... degrees of freedom
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
 )  # fmt: skip
-RESAMPLES = 10_000
 
 Curve = Sequence[Sequence[float]]  # of (step, loss), by step
 
@@ -35,14 +31,6 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
     z = NormalDist().inv_cdf(0.975)
     quantile = STUDENT[free - 1] if free <= len(STUDENT) else z + (z**3 + z) / (4 * free)
     return mean, quantile * stdev(values) / math.sqrt(len(values))
-
-
-def over_text(losses: Sequence[float], resamples: int = RESAMPLES) -> float:
-    """Return half the width of the 95 % interval of a mean over pieces of text, by the bootstrap of a fixed seed."""
-    values = np.asarray(losses, np.float64)
-    picks = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
-    low, high = np.quantile(values[picks].mean(1), (0.025, 0.975))
-    return float(high - low) / 2
 
 
 def steps_to(curve: Curve, loss: float) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from accuracy import VARIANTS
@@ -316,31 +315,24 @@ def trained_model() -> list[str]:
     """Tabulate how far FP8 products move a trained model from bf16; variants of earlier defaults are left out."""
     found = by_variant(read("accuracy", model="smollm2-135m"))
     shown = {v.name: found[v.name] for v in VARIANTS if v.name in found.keys() - NOT_SHOWN}
-    rows = [(name, f"{r['kl']:.4f}", f"{r['loss_gap']:+.4f}") for name, r in shown.items()]
-    kl, loss = (max(r[f"{key}_error"] for r in shown.values()) for key in ("kl", "loss_gap"))
-    heads = (f"KL(bf16 ‖ it), at most ± {kl:.4f}", f"loss above bf16's, ± {loss:.4f}")
-    return lines(("nats a token", *heads), rows)
+    rows = [(name, f"{r['kl']:.4f}") for name, r in shown.items()]
+    most = max(r["kl_error"] for r in shown.values())
+    return lines(("options", f"KL(bf16 ‖ FP8), nats a token, at most ± {most:.4f}"), rows)
 
 
-RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py call it
-    "bf16": ("", "bf16", "bf16 eager", ""),
-    '`"current"`, `head="fp8"`': ("current, head fp8", "", "", "O0, current, head fp8"),
-    '`"current"`': ("current", "O2, current", "native current", ""),
-    "default": ("default", "O2", "native tokenwise", "O0"),
-    '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise", "O0, blockwise"),
-    "default, attention in bf16, `first_last=2`": (
-        "default, attention in bf16, first_last=2", "O2, accurate", "", "",
-    ),
+RECIPES = {  # how accuracy.py, real_models.py and train_step.py call it
+    "bf16": ("", "bf16", "bf16 eager"),
+    '`"current"`': ("current", "O2, current", "native current"),
+    "default": ("default", "O2", "native tokenwise"),
+    '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise"),
+    "default, attention in bf16, `first_last=2`": ("default, attention in bf16, first_last=2", "O2, accurate", ""),
 }  # fmt: skip
 
 
 @table("recipes")
 def recipes() -> list[str]:
-    """Tabulate what the default was chosen by: KL, time and memory of each recipe, and what fine-tuning loses."""
+    """Tabulate what the default was chosen by: KL, time and memory of each recipe."""
     kl = by_variant(read("accuracy", model="smollm2-135m"))
-    tuned: dict[str, list[Record]] = {}
-    for r in read("fine_tuning", model="smollm2-135m", steps=200, train=["*"]):
-        tuned.setdefault(r["variant"], []).append(r)
     (*_, last) = (
         r for r in read("real_models", model="llama-1b") if r["variant"] == "O2, accurate"
     )
@@ -348,11 +340,9 @@ def recipes() -> list[str]:
         r for r in read("real_models", model="llama-1b") if r["time"] == last["time"]
     )
     blocks, rows = layers(), []
-    for words, (accuracy, model, part, training) in RECIPES.items():
+    for words, (accuracy, model, part) in RECIPES.items():
         step, block = whole.get(model), blocks.get(part)
-        damage = [r["value"] for r in tuned.get(training, [])]
         cells = [f"{kl[accuracy]['kl']:.4f}" if accuracy else ""]
-        cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
         cells += [f"{whole['bf16']['value'] / step['value']:.2f}" if step else ""]
         cells += [f"{step['peak_gib']:.1f}" if step else ""]
         compiled = blocks.get(f"{part.removesuffix(' eager')} compile")
@@ -360,7 +350,6 @@ def recipes() -> list[str]:
         rows.append((words, *cells))
     heads = (
         "KL",
-        "fine-tuning, nats (seeds)",
         "a step of Llama-3.2-1B at O2, × bf16",
         "GiB",
         "four blocks of Llama-3-8B, ms",
@@ -404,7 +393,7 @@ def real_models() -> list[str]:
     for model, words in MODELS.items():
         found, base, o2, compiled = measured_on_h100(model)
         cells = [f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
-        cells += [f"{found[v]['speedup']:.2f}" for v in ("O0", "O1")]
+        cells.append(f"{found['O0']['speedup']:.2f}")
         cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
         graphed = found.get("O2 graphed")
         cells += [f"{graphed['speedup']:.2f}" if graphed else "-"]
@@ -414,7 +403,6 @@ def real_models() -> list[str]:
     heads = (
         "bf16, ms (host)",
         "O0, ×",
-        "O1, ×",
         "O2, ms (host)",
         "O2, ×",
         "O2 graphed, ×",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import fmean, stdev
 
-from intervals import extra_steps, over_seeds, over_text
+from intervals import extra_steps, over_seeds
 from record_tables import RESULTS, Record, lines, percent, read
 from training_tables import BASE, LONG_RUNS, Runs, comparable, named
 
@@ -30,10 +30,7 @@ def by_name(records: Iterable[Record]) -> Runs:
 
 
 def crossed(records: list[Record]) -> list[str]:
-    """Return a row for each precision of training: losses evaluated both ways, and how far off bf16 of that seed.
-
-    The last column is half the 95 % interval of that over pieces of the text, of the seeds that have them.
-    """
+    """Return a row for each precision of training: losses evaluated both ways, and how far off bf16 of that seed."""
     rows: list[tuple[str, ...]] = []
     for model, title in LONG_RUNS.items():
         found = by_name(comparable(records, model))
@@ -49,11 +46,6 @@ def crossed(records: list[Record]) -> list[str]:
                 gaps = [own / other - 1 for own, other in zip(means[mode], theirs, strict=True)]
                 is_base = name == BASE and mode == "bf16"
                 cells += [f"{fmean(means[mode]):.4f}", "" if is_base else within(over_seeds(gaps))]
-            pairs = [
-                (runs[s], base[s]) for s in seeds if "losses" in runs[s] and "losses" in base[s]
-            ]
-            texts = [text_noise(*pair, mode) for pair in pairs for mode in MODES]
-            cells.append(f"{100 * max(texts):.2f} %" if texts else "")
             rows.append(tuple(cells))
         if len(base) > 1:
             losses = [r["value"] for r in base.values()]
@@ -62,23 +54,8 @@ def crossed(records: list[Record]) -> list[str]:
                 stdev(losses) / fmean(losses),
             )
             note = f"{100 * apart:.2f} % apart, standard deviation {100 * deviation:.2f} %"
-            rows.append((f"{title}, another seed", str(len(base)), "", note, "", "", ""))
-    heads = (
-        "trained in",
-        "seeds",
-        "evaluated in bf16",
-        "off",
-        "in FP8",
-        "off",
-        "of which the text, at most ±",
-    )
-    return lines(heads, rows)
-
-
-def text_noise(run: Record, base: Record, mode: str) -> float:
-    """Return half the 95 % interval of a run's difference to bf16 over pieces of the same text, of bf16's loss."""
-    own, theirs = run["losses"][mode], base["losses"]["bf16"]
-    return over_text([a - b for a, b in zip(own, theirs, strict=True)]) / fmean(theirs)
+            rows.append((f"{title}, another seed", str(len(base)), "", note, "", ""))
+    return lines(("trained in", "seeds", "evaluated in bf16", "off", "in FP8", "off"), rows)
 
 
 def steps_to_loss(records: list[Record]) -> list[str]:
@@ -92,21 +69,14 @@ def steps_to_loss(records: list[Record]) -> list[str]:
             if name == BASE or not seeds:
                 continue
             more = [extra_steps(runs[s]["validation"], base[s]["validation"]) for s in seeds]
-            each = ", ".join(f"{percent(share)} %" for share in more)
-            rows.append((f"{title}, {name}", str(len(seeds)), within(over_seeds(more)), each))
+            rows.append((f"{title}, {name}", str(len(seeds)), within(over_seeds(more))))
         seeds = sorted(base)
         if len(seeds) > 1:
             curves = [base[s]["validation"] for s in seeds]
             apart = [extra_steps(a, b) for i, a in enumerate(curves) for b in curves[:i]]
-            rows.append(
-                (
-                    f"{title}, another seed",
-                    str(len(seeds)),
-                    "",
-                    ", ".join(f"{percent(x)} %" for x in apart),
-                )
-            )
-    return lines(("", "seeds", "more steps than bf16", "seed by seed"), rows)
+            most = f"{percent(min(apart))} to {percent(max(apart))} %"
+            rows.append((f"{title}, another seed", str(len(seeds)), most))
+    return lines(("", "seeds", "more steps than bf16"), rows)
 
 
 def fine_tuning(records: list[Record]) -> list[str]:
@@ -129,7 +99,8 @@ def fine_tuning(records: list[Record]) -> list[str]:
                 cells.append(
                     f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
                 )
-            rows.append((f"{variant}, {title}", str(len(runs)), *cells))
+            name = variant if len(alike) == 1 else f"{variant}, {title}"
+            rows.append((name, str(len(runs)), *cells))
     return lines(("trained at", "seeds", "above bf16, nats", "more steps than bf16, %"), rows)
 
 
@@ -148,4 +119,6 @@ if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an
 if (RESULTS / "gradient_noise.jsonl").exists():
     TABLES["gradient-noise"] = lambda: gradient_noise(read("gradient_noise", model="smollm2-135m"))
 if (RESULTS / "fine_tuning.jsonl").exists():
-    TABLES["fine-tuning"] = lambda: fine_tuning(read("fine_tuning", model="smollm2-135m"))
+    TABLES["fine-tuning"] = lambda: fine_tuning(
+        read("fine_tuning", model="smollm2-135m", train=["*"])
+    )

@@ -67,18 +67,18 @@ def initialize(
     """Bring a model and its optimizer to a level; return the same model, and the optimizer to step.
 
     Args:
-        model: a bare module on one device, its parameters floating point. Wrap it (DDP, compile) afterwards.
+        model: a bare module on one device, with floating-point parameters. Wrap it (DDP, compile) afterwards.
         optimizer: built from the model's parameters. May be None at O0. At O2 (and at O1 for Adam, AdamW and SGD) the
             returned optimizer is another object that shares `param_groups`; a scheduler built before drives it too.
-        opt_level: "O0" (FP8 GEMMs), "O1" (and FP8 gradients), "O2" (and 8-bit states, 24-bit masters).
+        opt_level: "O0" (FP8 GEMMs), "O1" (also FP8 gradients), "O2" (also 8-bit states and 24-bit masters).
         enabled: False returns both arguments untouched.
         strict: raise where a part of the level would fall back, instead of warning once with the reason.
         preset: "fp8-lm" for that paper's state formats at O2.
-        overrides: single fields of `fp8stack.Recipe`, e.g. skip=["*head"], fp8_format="e4m3".
+        overrides: fields of `fp8stack.Recipe`, e.g. skip=["*head"], fp8_format="e4m3".
 
     Raises:
         ConfigError: an unknown level, preset, option or value.
-        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        ModelError: a model or optimizer that the level cannot be applied to. Nothing is changed then.
         UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
     """
     check_choice("strict", strict, (False, True, None))
@@ -212,17 +212,17 @@ def carry_out(
 
 
 def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, Any]:
-    """Undo `initialize`: plain layers, weights in their dtype with all the master's bits, torch's optimizer and state.
+    """Undo `initialize`: layers become plain again, and weights get back their dtype, with all the master's bits.
 
-    Frozen weights that were kept in FP8 become ordinary ones of the values that they had there.
+    Frozen weights that were kept in FP8 become ordinary weights with the values that they had in FP8.
 
-    Returns the model and the optimizer that was given to `initialize`, its state in floating point. A scheduler built
-    on either optimizer goes on driving it.
+    Returns the model, and the optimizer that was given to `initialize`, with its state in floating point. A scheduler
+    built on either optimizer still drives it.
 
     Raises:
-        ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, a
-            converted module was sharded or parametrized since, or a weight got another dtype or shape. Nothing is
-            changed.
+        ModelError: if the model is not initialized or was already sharded, `optimizer` belongs to another model, a
+            converted module has since been sharded or parametrized, or a weight has another dtype or shape. Nothing is
+            changed then.
     """
     if model not in _MODELS:
         remedy = ""
@@ -253,11 +253,11 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
 
 
 def finish(model: nn.Module) -> bool:
-    """Make all FP8 products of `model` in bfloat16 from now on, as for the last share of a run.
+    """Make all FP8 products of `model` in bfloat16 from now on, for example for the last part of a run.
 
     Nothing else changes: weights, masters, gradients and optimizer states stay as the level has them. Call it between
-    two steps, on all ranks, with the model or what wraps it. It says so once; a second call does nothing, so a loop can
-    call it in each step from one on, and a run that is resumed there does the same. `restore` undoes it.
+    two steps, on all ranks, with the model or its wrapper. It prints one line, and a second call does nothing, so a
+    loop can call it in every step from some step on, in a resumed run, too. `restore` undoes it.
 
     Returns:
         Whether anything changed.

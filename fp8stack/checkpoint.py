@@ -40,9 +40,9 @@ from .tensor_kinds import fault_of, not_plain
 def master_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Tensor]:
-    """Return `model.state_dict()` with every parameter of 32 or 16 bits as float32 master weight (copies).
+    """Return `model.state_dict()` with a float32 master weight for every parameter of 32 or 16 bits.
 
-    Keys and shapes are the model's. Buffers and quantized parameters are copied as they are.
+    Keys and shapes are the model's; all tensors are copies. Buffers and quantized parameters stay as they are.
     """
     own = model.state_dict()  # first: FSDP2 then puts back the shards that a forward has replaced
     parameters, result = parameters_of(model), {}
@@ -84,7 +84,7 @@ def load_master_state_dict(
 def torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer state as torch's optimizer of the same kind holds it: float32 moments and steps.
 
-    That of torch's own, which O0 leaves as it is, is its `state_dict()`.
+    For torch's own optimizer, which O0 leaves as it is, that is its `state_dict()`.
 
     Raises:
         ModelError: if there is no optimizer.
@@ -105,7 +105,7 @@ def save(
 ) -> None:
     """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`.
 
-    Scalars of numpy, as schedules make them, are written as Python's.
+    NumPy scalars, which schedules may hold, are written as Python numbers.
 
     Raises:
         CheckpointError: if something is of a type that `load` would not read; it is named.
@@ -188,7 +188,7 @@ def load(
 ) -> dict[str, Any]:
     """Load what `save` wrote into `model` and `optimizer` and return its `extra`.
 
-    Without an optimizer the weights alone are loaded, as the model had them: at O2 in bfloat16.
+    Without an optimizer, only the weights are loaded, as the model had them: at O2 in bfloat16.
 
     Raises:
         CheckpointError: if the file is missing, truncated, not from `save`, or of another model, optimizer or format

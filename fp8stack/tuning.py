@@ -74,10 +74,10 @@ ROWS = 1024  # of logits that are compared at a time, in float32
 
 @dataclass
 class TunedLayer:
-    """What was measured of a layer, and what it gets.
+    """What was measured of a layer, and the precision that it gets.
 
-    cost: of its forward in FP8 alone. ms: its time by precision, of all its calls in one forward and backward.
-    precision: "fp8", "forward-bf16", "bf16", or "as given" where it was not to be chosen.
+    cost: what its forward in FP8 costs by itself. ms: its time by precision, of all calls in one forward and backward.
+    precision: "fp8", "forward-bf16", "bf16", or "as given" where `tune` had no choice.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Tuned:
     """The result of `tune`; printed, it is a table.
 
     options: for `fp8stack.initialize(model, optimizer, "O2", **options)`, plain data.
-    cost: measured of the mix, in `unit`; of no more than the budget where `met`.
+    cost: what all chosen precisions together cost, measured, in `unit`; at most the budget if `met`.
     """
 
     options: dict[str, Any]
@@ -147,26 +147,26 @@ def tune(
     quiet: bool = False,
     **options: Any,
 ) -> Tuned:
-    """Return the options for `initialize` that keep most of FP8's speed within a budget of accuracy.
+    """Return the options for `initialize` that keep the most of FP8's speed within a budget for what FP8 changes.
 
     It runs the model about as often as it has layers, forward only and in evaluation mode, and times layers.
 
     Args:
-        model: as for `initialize`, before it; best with trained weights, as random ones say little. float32 models run
-            under bfloat16 autocast on a GPU, unless the call is under an autocast of its own.
+        model: as for `initialize`, which comes afterwards; with trained weights, since random ones say little. float32
+            models run under bfloat16 autocast on a GPU, unless the call is under an autocast of its own.
         batch: what the model is called with, on its device, as in training, such as tokens [B, T] int64: a tensor, a
             tuple of arguments or a dict of them by name.
         budget: the most that FP8 may change, in nats a token of KL, or in units of the loss; > 0.
-        loss: takes what the model returns, and returns a loss, whose change counts in the place of KL. Needed where
-            the output is neither logits [..., classes], nor has `logits` or a `loss`.
+        loss: a function of what the model returns. The change of this loss then counts instead of KL. Needed where
+            the output is not logits [..., classes], and has neither `logits` nor a `loss`.
         strict: raise where `initialize` would fall back.
         quiet: do not print the table, which goes where the card of `initialize` does. `print(result)` shows it, too.
         options: for `initialize`, such as fp8_recipe="blockwise", skip=["head"]. They are in the result, too.
 
     Raises:
-        ConfigError: a budget that is no number > 0, an option that is not one, or frozen="fp8".
-        ModelError: a model at a level, without layers for FP8, or without logits or loss, or with ones that are not
-            finite.
+        ConfigError: a budget that is not a number > 0, an unknown option, or frozen="fp8".
+        ModelError: a model that is initialized already, that has no layers for FP8, or whose logits or loss are missing
+            or not finite.
         UnsupportedDeviceError: a device without native FP8 products, or where times mean nothing (a CPU).
     """
     budget = check_number("budget", budget, sys.float_info.min, rule="> 0")

@@ -51,7 +51,7 @@ def all_reduce(
         async_op: return a handle; leave the tensor alone until its `wait()`. The same on all ranks.
 
     Returns:
-        A handle if `async_op`, else None; None too on a rank that is not in the group.
+        A handle if `async_op`, else None. A rank that is not in the group also gets None.
 
     Raises:
         ConfigError: for another operation, dtype or kind of tensor.

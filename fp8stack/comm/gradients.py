@@ -40,7 +40,7 @@ class GradientHandle:
         self._waiting = _Waiting()
 
     def attach(self, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-        """Quantize the gradients of `parameters` from now on, those that exist already included; but not of shards."""
+        """Quantize the gradients of `parameters` from now on, also those that exist already, but not of shards."""
         for parameter in parameters:
             if parameter in self.hooks or not parameter.requires_grad or is_sharded(parameter):
                 continue

@@ -31,8 +31,8 @@ class Adam(BlockwiseOptimizer):
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: as in torch (weight_decay is 0, and 0.01 for AdamW); `lr` may be
-            a tensor. A parameter group may have "states" and "master" of its own, and "flat": True, whose vectors are
-            many parameters end to end (ZeRO's partitions) and are kept as matrices are.
+            a tensor. A parameter group may have its own "states" and "master". "flat": True says that its vectors are
+            many parameters end to end (ZeRO's partitions), which are kept as matrices are.
         states: "8bit" (default), "fp8", "4bit", "fp8-lm", "bf16", "fp32", or "keep" (the
             parameter's dtype); see `fp8stack/optim/state_formats.py`.
         master: "auto" (default: "split24", but "split32" in groups with a learning rate below 1e-5), "split24",

@@ -19,9 +19,9 @@ class Lion(BlockwiseOptimizer):
 
     Args:
         params: parameters or groups of them.
-        lr: about a tenth of AdamW's; may be a tensor.
+        lr: best about a tenth of AdamW's; may be a tensor.
         betas: of the interpolation whose sign is the update, and of the momentum.
-        weight_decay: decoupled, about ten times AdamW's.
+        weight_decay: decoupled; best about ten times AdamW's.
         maximize: ascend instead.
         states, master, min_numel, max_grad_norm, offload: as in `fp8stack.optim.Adam`.
 

@@ -35,7 +35,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(BlockwiseOptimizer):
-    """Muon, as `torch.optim.Muon`, and AdamW for what is no matrix.
+    """Muon, as `torch.optim.Muon`, for matrices, and AdamW for all else.
 
     Args:
         params: parameters or groups of them. A group may say algorithm="muon" (default) or "adamw". A 3-d parameter in
@@ -80,7 +80,7 @@ class Muon(BlockwiseOptimizer):
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; what Muon does not step in it becomes a group of its own, stepped by AdamW."""
+        """Add a group, as in torch. Parameters in it that Muon does not step become a group of their own, for AdamW."""
         given: Any = param_group.get("params") if isinstance(param_group, dict) else None
         if given is None or isinstance(given, set):
             super().add_param_group(param_group)  # for torch to refuse

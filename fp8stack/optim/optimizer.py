@@ -84,7 +84,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     @property  # type: ignore[override]
     def state(self) -> WatchedStates:
-        """The states, by parameter. Whoever replaces them, or a tensor in them, makes the next step make new tables."""
+        """The states, by parameter. If you replace one, or a tensor in one, the next step makes new tables."""
         return self._state
 
     @state.setter
@@ -127,7 +127,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
         Raises:
             GradientError: for a gradient that is sparse, complex, or not of its parameter's shape or device.
-            ModelError: for a parameter whose state cannot be kept as asked for.
+            ModelError: for a parameter whose state cannot be kept in the requested format.
             ConfigError: for a hyper-parameter that has become invalid. Nothing is changed then.
         """
         loss = None
@@ -162,7 +162,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
     def step_in_backward(self) -> GradientRelease:
         """Step each parameter when its gradient arrives in backward, and free the gradient; see `step_in_backward.py`.
 
-        `step()` goes on being called after each backward. Returns a handle whose `remove()` ends it.
+        Still call `step()` after each backward. Returns a handle whose `remove()` ends it.
 
         Raises:
             ConfigError: where a step needs all gradients at once: `max_grad_norm`, or several ranks.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import seed_tables
 import torch
-from intervals import extra_steps, over_seeds, over_text, steps_to
+from intervals import extra_steps, over_seeds, steps_to
 
 
 def test_student_s_interval_is_the_known_one():
@@ -15,13 +15,6 @@ def test_student_s_interval_is_the_known_one():
     assert over_seeds([1.5]) == (1.5, None)
     many = [float(i % 2) for i in range(61)]  # 60 degrees of freedom: 2.0003
     assert over_seeds(many)[1] == pytest.approx(2.0003 * np.std(many, ddof=1) / 61**0.5, rel=1e-3)
-
-
-def test_the_bootstrap_s_interval_is_that_of_a_mean():
-    losses = np.random.default_rng(1).normal(3.0, 0.5, 400)
-    assert over_text(losses) == pytest.approx(1.96 * 0.5 / 20, rel=0.1)
-    assert over_text(losses) == over_text(losses)
-    assert over_text([2.0] * 50) == 0
 
 
 CURVE = [(100, 5.0), (200, 4.0), (300, 4.2), (400, 3.0)]
@@ -52,8 +45,6 @@ def record(variant, seed, bf16, fp8, end, **params):
     return {
         "variant": variant, "compute": None if variant == "bf16" else "native", "params": own,
         "value": bf16, "value_fp8": fp8,
-        # pieces that are not all as long
-        "losses": {"bf16": [bf16 - 0.1, bf16 + 0.3], "FP8": [fp8 - 0.1, fp8 + 0.3]},
         "validation": [[100, 4.0 + end], [200, 3.0 + end]],
     }  # fmt: skip
 
@@ -76,10 +67,10 @@ def test_a_level_is_compared_with_bf16_of_its_seed():
     assert len(rows) == 3
 
 
-def test_steps_to_an_equal_loss_are_seed_by_seed():
+def test_steps_to_an_equal_loss_are_beside_those_of_another_seed():
     rows = seed_tables.steps_to_loss(RECORDS)[2:]
-    assert rows[0] == "| GPT-2 124M, O0 | 2 | +5.56 ± 70.59 % | +11.11 %, +0.00 % |"
-    assert rows[1] == "| GPT-2 124M, another seed | 2 | | +0.00 % |"
+    assert rows[0] == "| GPT-2 124M, O0 | 2 | +5.56 ± 70.59 % |"
+    assert rows[1] == "| GPT-2 124M, another seed | 2 | +0.00 to +0.00 % |"
 
 
 def test_noise_is_told_from_what_is_the_same_in_all_batches():
