@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accuracy import VARIANTS
@@ -320,19 +321,25 @@ def trained_model() -> list[str]:
     return lines(("options", f"KL(bf16 ‖ FP8), nats a token, at most ± {most:.4f}"), rows)
 
 
-RECIPES = {  # how accuracy.py, real_models.py and train_step.py call it
-    "bf16": ("", "bf16", "bf16 eager"),
-    '`"current"`': ("current", "O2, current", "native current"),
-    "default": ("default", "O2", "native tokenwise"),
-    '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise"),
-    "default, attention in bf16, `first_last=2`": ("default, attention in bf16, first_last=2", "O2, accurate", ""),
+RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py call it
+    "bf16": ("", "bf16", "bf16 eager", ""),
+    '`"current"`, `head="fp8"`': ("current, head fp8", "", "", "O0, current, head fp8"),
+    '`"current"`': ("current", "O2, current", "native current", ""),
+    "default": ("default", "O2", "native tokenwise", "O0"),
+    '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise", "O0, blockwise"),
+    "default, attention in bf16, `first_last=2`": (
+        "default, attention in bf16, first_last=2", "O2, accurate", "", "O0, attention in bf16, first_last=2",
+    ),
 }  # fmt: skip
 
 
 @table("recipes")
 def recipes() -> list[str]:
-    """Tabulate what the default was chosen by: KL, time and memory of each recipe."""
+    """Tabulate what the default was chosen by: KL, time and memory of each recipe, and what fine-tuning loses."""
     kl = by_variant(read("accuracy", model="smollm2-135m"))
+    tuned: dict[str, list[Record]] = {}
+    for r in read("fine_tuning", model="smollm2-135m", steps=200, train=["*"]):
+        tuned.setdefault(r["variant"], []).append(r)
     (*_, last) = (
         r for r in read("real_models", model="llama-1b") if r["variant"] == "O2, accurate"
     )
@@ -340,9 +347,11 @@ def recipes() -> list[str]:
         r for r in read("real_models", model="llama-1b") if r["time"] == last["time"]
     )
     blocks, rows = layers(), []
-    for words, (accuracy, model, part) in RECIPES.items():
+    for words, (accuracy, model, part, training) in RECIPES.items():
         step, block = whole.get(model), blocks.get(part)
+        damage = [r["value"] for r in tuned.get(training, [])]
         cells = [f"{kl[accuracy]['kl']:.4f}" if accuracy else ""]
+        cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
         cells += [f"{whole['bf16']['value'] / step['value']:.2f}" if step else ""]
         cells += [f"{step['peak_gib']:.1f}" if step else ""]
         compiled = blocks.get(f"{part.removesuffix(' eager')} compile")
@@ -350,6 +359,7 @@ def recipes() -> list[str]:
         rows.append((words, *cells))
     heads = (
         "KL",
+        "fine-tuning, nats (seeds)",
         "a step of Llama-3.2-1B at O2, × bf16",
         "GiB",
         "four blocks of Llama-3-8B, ms",
