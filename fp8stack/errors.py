@@ -59,7 +59,8 @@ _ELSEWHERE = {"O3": ' MS-AMP has an O3; what it does is "O2" here.'}
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; its class if there is none, and before the key of a KeyError."""
-    name, lines = type(error).__name__, str(error).strip().splitlines()
+    # torch says in one sentence which operator is missing, and guesses why in many
+    name, lines = type(error).__name__, str(error).partition(" This could")[0].strip().splitlines()
     return f"{name}: {lines[0]}" if lines and isinstance(error, KeyError) else (lines or [name])[0]
 
 

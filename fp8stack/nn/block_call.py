@@ -267,11 +267,6 @@ class _Graph(torch.autograd.Function):
 RECOMPUTED = "its activations are recomputed or moved (saved_tensors_hooks)"
 
 
-def is_argument(value: Any) -> bool:
-    """Is `value` no plain collection? A cache of keys and values is one to torch, and blocks change it."""
-    return type(value) not in (tuple, list, dict)
-
-
 def tensors_of(leaves: Iterable[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 

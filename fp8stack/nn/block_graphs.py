@@ -133,7 +133,8 @@ class BlockGraphs:
 
     def run(self, block: Graphed, args: Any, kwargs: Any) -> Any:
         """Return what the block's own forward returns; replay it if that is right."""
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=block_call.is_argument)
+        # plain collections alone are taken apart: a cache of keys and values is one to torch, and blocks change it
+        leaves, spec = tree_flatten((args, kwargs), lambda x: type(x) not in (tuple, list, dict))
         if not self._replays and self._first in (None, block):
             self._begin_forward(block, leaves, spec)
         call = self._calls.get(block)

@@ -136,8 +136,9 @@ def operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Ten
             if not torch.compiler.is_compiling():
                 return function(*given)
             *own, options = given
-            states = [state for each in options for state in each[_COUNT : _COUNT + 3]]
-            return in_graph(*own, *options[0][:_COUNT], states)
+            # one by one: in torch 2.8, torch.compile cannot slice a NamedTuple
+            states = [each[i] for each in options for i in range(_COUNT, _COUNT + 3)]
+            return in_graph(*own, *[options[0][i] for i in range(_COUNT)], states)
 
         return run
 

@@ -182,4 +182,7 @@ def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, random: Te
 def write(old: Tensor | None, new: Tensor | None, apply: Tensor) -> None:
     """Store `new` (cast to the dtype of `old`) where the device scalar `apply` is 1, without asking the host."""
     if old is not None and new is not None:
-        old.copy_(torch.where(apply > 0, new.to(old.dtype), old))
+        # as bytes, where they are: torch 2.6 cannot choose among FP8 numbers
+        kind = torch.uint8 if old.itemsize == 1 else old.dtype
+        old, new = old.view(kind), new.to(old.dtype).view(kind)
+        old.copy_(torch.where(apply > 0, new, old))
