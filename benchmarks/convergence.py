@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py --seeds 0 1 2 --steps 1500 --jobs 4
     python benchmarks/convergence.py --model 126m --levels baseline --formats 8bit/split24 4bit/split24 --batch 16 \
-        --lr 6e-4 --data stdlib --out benchmarks/results/optimizer_parity.jsonl
+        --lr 6e-4 --data stdlib --out optimizer_parity.jsonl
     python benchmarks/convergence.py --model 126m --fallbacks fp8stack bitsandbytes --batch 16 --lr 6e-4 --data stdlib
     python benchmarks/convergence.py --model 126m --levels --peers '*' 'torchao *bit/bf16' --batch 16 --lr 6e-4 \
         --data stdlib
@@ -17,7 +17,7 @@ installed are named, and left out. The third has run the baseline, hence no --le
 
 Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
-with the curves, to `benchmarks/results/convergence.jsonl`; the table is of all that the file holds of this model, with
+with the curves, to `--out`; the table is of all that the file holds of this model, with
 as many steps, the same batch and learning rate, over the text of the last baseline, so seeds may be run in several
 calls. The last line of output is one JSON object with the result, and the exit status is 1 if any level's mean
 validation loss is further than 0.5 % from the baseline's, or a peer's run broke off.

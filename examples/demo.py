@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -233,7 +234,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     print(f"training {', '.join(options.levels)} on {text.name}", file=sys.stderr)
     context = multiprocessing.get_context("spawn")
-    records = []
+    records: list[Record] = []
+    failed: list[str] = []
     for level in options.levels:
         Record.path(out, level).unlink(missing_ok=True)
         writes = level == options.levels[-1]
@@ -243,8 +245,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         process.join()
         if process.exitcode == 0:
             records.append(Record.load(out, level))
-    failed = [level for level in options.levels if level not in {r.level for r in records}]
-    problems = [f"{level} failed; its error is above" for level in failed] + find_problems(records)
+        else:
+            failed.append(f"{level} failed: its process ended with status {process.exitcode}")
+    problems = failed + find_problems(records)
     data = demo_report.summarize(records) | {"problems": problems, "report": None}
     if records:
         data["report"] = str(demo_report.write_html(records, problems, out))
@@ -253,6 +256,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_level(settings: Settings, data: str | None, out: Path, writes: bool) -> None:
     """Train one level in this process and leave its record for the parent; the last level writes."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C ends this process without a word; the parent answers it
     text = corpus.load(data, settings.model.seq_len)
     rehearse(settings, text)
     model, record = train(settings, text)
@@ -262,11 +268,13 @@ def run_level(settings: Settings, data: str | None, out: Path, writes: bool) -> 
 
 
 def draw(data: dict[str, Any]) -> Iterator[str]:
-    """Show what `run` returned: a table, the sample, what is to be said of the losses, and the report's path."""
+    """Show what `run` returned: a table, what is to be said of the losses, the report's path, and the sample."""
     yield from demo_report.draw(data)
     yield from (f"FAILED: {problem}" for problem in data["problems"])
     if data["report"]:
         yield f"report: {data['report']}"
+        yield f"written by the {data['sample']['level']} model:"
+        yield "".join(f"    {line}\n" for line in data["sample"]["text"].splitlines())
 
 
 def choose_settings(options: argparse.Namespace) -> Settings:

@@ -48,7 +48,7 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def draw(data: dict[str, Any]) -> Iterator[str]:
-    """Show the table, the sample, and what can be said of the losses."""
+    """Show the table, and what can be said of the losses."""
     rows = []
     for level, of in data["levels"].items():
         difference, peak = of["difference"], of["peak_bytes"]
@@ -60,8 +60,6 @@ def draw(data: dict[str, Any]) -> Iterator[str]:
         compared = ["difference"] * (len(rows[0]) == 6)
         header = ["level", "loss", *compared, "tokens/s", "bytes/parameter", "peak"]
         yield table(header, rows, right=" ".join(header[1:]))
-        yield f"written by the {data['sample']['level']} model:"
-        yield "".join(f"    {line}\n" for line in data["sample"]["text"].splitlines())
         if not data["problems"]:
             yield data["losses"]
 

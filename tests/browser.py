@@ -18,10 +18,12 @@ async function measure(page) {
     const loaded = new Promise(done => { frame.onload = done })
     document.body.append(frame)
     await loaded
+    const missing = !(await fetch(page)).ok
     for (const width of WIDTHS) {
         frame.width = width
         await new Promise(done => setTimeout(done, 300))
-        found[`${page} ${width}`] = frame.contentDocument.documentElement.scrollWidth - width
+        const root = frame.contentDocument.documentElement
+        found[`${page} ${width}`] = missing ? width : root.scrollWidth - root.clientWidth
     }
     frame.remove()
 }
