@@ -22,7 +22,7 @@ from typing import Any
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .other_words import ANSWERS, FILES, IDLE, NAMES
+from .other_words import ANSWERS, FILES, IDLE, NAMES, VALUES
 
 KINDS = {
     "bool": "true or false",
@@ -70,6 +70,12 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
     """Return `value` as the type of the option; `given_as` is its name where it was given."""
     kind, _, optional = str(rule.type).partition(" | ")
     facts = rule.metadata
+    if isinstance(value, str):
+        value = VALUES.get(rule.name, {}).get(value, value)
+    if rule.name == "micro_batch" and (
+        value is False or value == "false"
+    ):  # auto_batch_size: false
+        raise ConfigError(f"{given_as}: got {value}. Give the number of sequences: micro_batch: N.")
     if value is None and optional == "None":
         return None
     if value is None:  # in YAML, a name without anything after it
@@ -243,7 +249,7 @@ def _lines(path: str, node: Any, rules: Mapping[str, Field[Any]]) -> dict[str, s
         raise ConfigError(f'--config {path}: must be lines of "option: value", got a {node.id}.')
     found: dict[str, str | None] = {}
     names = [
-        str(key.value).replace("-", "_") if key.id == "scalar" else f"a {key.id}"
+        str(key.value).replace("-", "_").lower() if key.id == "scalar" else f"a {key.id}"
         for key, _ in node.value
     ]
     names = [NAMES.get(name, name) for name in names]
@@ -286,7 +292,7 @@ def _in_our_words(flag: str) -> str:
     name, equals, value = flag.partition("=")
     if not name.startswith("--"):
         return flag
-    plain = name[2:].replace("-", "_")
+    plain = name[2:].replace("-", "_").lower()
     if plain == "auto_batch_size" and not equals:  # the word alone, which says so
         equals, value = "=", "true"
     return f"{as_flag(NAMES.get(plain, plain))}{equals}{value}"

@@ -1,8 +1,8 @@
 """Words of public FP8 guides and other training scripts: what they are called here, or what to use instead.
 
-A flag or key that means the same takes effect under its own name (`NAMES`); flags may have underscores. What has no
-counterpart is answered in one line (`ANSWERS`), or is left out with a warning where leaving it out changes nothing
-(`IDLE`).
+A flag or key that means the same takes effect under its own name (`NAMES`), and so does a value (`VALUES`); names may
+be in capitals, and flags have underscores. What has no counterpart is answered in one line (`ANSWERS`), or is left out
+with a warning where leaving it out changes nothing (`IDLE`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ NAMES = {
     "fp8_amax_compute_algo": "amax_compute_algo",
     "fp8_amax_history_len": "amax_history_len",
     "learning_rate": "max_lr",
+    "total_steps": "steps",
     "use_tensorboard": "tensorboard",
     "use_wandb": "wandb",
 }
 """The option here that another word means."""
+VALUES = {"fp8_recipe": {"tensorwise": "current"}}
+"""What a value of an option is called here."""
 ANSWERS = {
+    "mixed_precision": "that is the level's: opt_level: O2, O1 or O0 for FP8, off for bfloat16",
     "num_epochs": "the length of a run is steps: N. A pass over T tokens is T / (target_effective_batch_size × "
     "seq_len) of them",
     "penalty_weight": "it belongs to the loss of a model that is not known here. Leave it out",
