@@ -39,6 +39,10 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { margin-bottom: 0 } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1rem }
 img { max-width: 100% } pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; font-size: 13px }
 details { color: #555; font-size: 14px } nav a { margin-right: 1rem }
+@media (prefers-color-scheme: dark) {
+  body { background: #15181c; color: #e4e7eb } pre { background: #22272e } details { color: #9aa5b1 }
+  a { color: #7fb4ff }
+}
 """
 
 
@@ -131,14 +135,20 @@ SECTIONS = [
 # --- the page
 
 
+THEME = b"""<style>svg{color:#1f2933;fill:currentColor}
+@media (prefers-color-scheme:dark){svg{color:#e4e7eb}}</style>"""
+
+
 def drawn(section: Section, rows: list[Record]) -> bytes:
-    """Return the section's picture as an SVG."""
-    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack"})
+    """Return the section's picture as an SVG, whose text and lines are light where the reader's theme is dark."""
+    clear = {"axes.facecolor": "none", "legend.facecolor": "none", "figure.facecolor": "none"}
+    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack", **clear})
     figure = Figure(layout="constrained")
     section.draw(figure, rows)
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
+    head, tag, body = file.getvalue().partition(b"<defs>")
+    return head + THEME + tag + body.replace(b"#000000", b"currentColor")
 
 
 def picture(section: Section, rows: list[Record]) -> str:

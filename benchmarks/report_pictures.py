@@ -89,7 +89,7 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
             below.plot(list(off), list(off.values()), style, color=color, linewidth=0.8)
             last = [abs(x) for x in list(off.values())[-1:]]  # the first ones may be wild
             ends += [min(1.2 * x, 10.0) for x in last if math.isfinite(x)]  # and so may a peer be
-    below.axhspan(-0.5, 0.5, color="0.92", zorder=0)
+    below.axhspan(-0.5, 0.5, color="0.5", alpha=0.15, zorder=0)
     above.set(ylabel=f"validation loss, {rows[0]['unit']}")
     below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-max(ends), max(ends)))
     figure.legend(loc="outside right upper", frameon=False, fontsize="small", handlelength=3)
@@ -216,7 +216,7 @@ def draw_stability(figure: Figure, rows: list[Record]) -> None:
             gaps, [titles.index(r["params"]["model"]) for r in own], "o", alpha=0.6, label=name
         )
     plot.set_yticks(range(len(titles)), titles)
-    plot.axvspan(-5, 5, color="0.92", zorder=0)
+    plot.axvspan(-5, 5, color="0.5", alpha=0.15, zorder=0)
     plot.set(xlabel="off the loss of bf16, %")
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 

@@ -249,6 +249,12 @@ def test_the_readme_is_short_and_whole_on_pypi():
     assert count_words(text) <= 900
 
 
+def test_pictures_follow_the_theme():
+    pictures = list((ROOT / "docs" / "assets").glob("*.svg"))
+    assert pictures
+    assert all("prefers-color-scheme:dark" in path.read_text() for path in pictures)
+
+
 def test_the_documentation_is_short():
     pages = [page for page in PAGES if page != "README.md"]
     assert sum(count_words((ROOT / page).read_text()) for page in pages) <= 16_000
