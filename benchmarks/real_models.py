@@ -453,9 +453,10 @@ def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
     """Return what `measure` does in a process of its own, or a note; it has `options.limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "numbers.json")
-        process = get_context("spawn").Process(
-            target=_write, args=(variant, name, options, str(path))
-        )
+        # a server that has imported the libraries, and no GPU yet: importing them takes longer than to measure
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["__main__", MODELS[name].library])
+        process = context.Process(target=_write, args=(variant, name, options, str(path)))
         process.start()
         try:
             process.join(options.limit)
