@@ -43,7 +43,7 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert "31 layers of 4,096" in text
     assert "give --sizes" in text  # the shape was made up, which is said
     document = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    (shown,) = re.findall(r"The first prints:\n\n```text\n(.*?)```", document, re.S)
+    (shown,) = re.findall(r"The first prints, shortened:\n\n```text\n(.*?)```", document, re.S)
     assert [line for line in shown.splitlines() if line not in text.splitlines()] == []
     lines = [line for line in text.splitlines() if line.strip()]
     lines = {line.split("  ")[0].strip(): line.split()[-1] for line in lines}
