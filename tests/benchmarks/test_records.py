@@ -224,7 +224,8 @@ def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, caps
     assert not re.search(r'"failed": [\[{]"', capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", real_models.MODELS)
+# test_model_families.py trains the class of the one that is left out, which takes longest to build
+@pytest.mark.parametrize("name", [name for name in real_models.MODELS if name != "unet-sd15"])
 def test_models_train(name, monkeypatch):
     """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run."""
     pytest.importorskip(real_models.MODELS[name].library)
