@@ -151,7 +151,7 @@ def plant(tree: Path, fault: Fault) -> str:
 def copy_tree(tree: Path, folder: Path) -> dict[str, str]:
     """Copy a tree; return the environment in which tests import the library from there."""
     ignore = shutil.ignore_patterns(
-        ".git", ".venv", "results", "runs", "*cache*", ".base", ".gpu-site"
+        ".git", ".venv", "results", "runs", "*cache*", ".base", ".*-site"
     )
     shutil.copytree(tree, folder / "tree", symlinks=True, ignore=ignore)
     site = folder / "site"  # the root itself on sys.path would make `kernels` importable
