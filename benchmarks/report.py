@@ -5,10 +5,10 @@
     python benchmarks/report.py --picture run-gpt2 --out docs/assets/long-runs.svg
 
 A section is a picture of one file of records: memory, loss, step time over bytes, bandwidth over size, the roofline of
-products, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
-the end of the page, as are files without a picture. Each says on which GPU, with which versions, at which commit and by
-which command its records were made; where runs of several days are in a picture, all are listed. Numbers are the
-records', not rounded twice.
+products, frameworks, attention. Sections whose records are missing are left out, and named at the end
+of the page, as are files without a picture. Each says on which GPU, with which versions, at which commit and by which
+command its records were made; where runs of several days are in a picture, all are listed. Numbers are the records',
+not rounded twice.
 """
 
 from __future__ import annotations

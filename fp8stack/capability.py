@@ -134,7 +134,9 @@ def probe(right: Callable[[torch.device], bool], what: str, device: torch.device
             return Answer(True, f"the probe of {what} passed on {device}")
         return Answer(False, f"{what} gave wrong numbers on {device}")
     except Exception as error:  # an extension or a native library may raise any
-        return Answer(False, f"{what} failed on {device}: {first_line(error)}")
+        # torch says in one sentence which operator is missing, and guesses why in many
+        told = first_line(error).partition(" This could be because")[0]
+        return Answer(False, f"{what} failed on {device}: {told}")
 
 
 def _multiplies(device: torch.device) -> bool:

@@ -38,8 +38,9 @@ from .tensor_kinds import check_dense, is_sharded, not_plain, renew_hooks
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     getattr(torch.optim, name): getattr(optim, name)
-    for name in conflicts.TORCH_OPTIMIZERS if hasattr(torch.optim, name)
-}  # fmt: skip
+    for name in conflicts.TORCH_OPTIMIZERS
+    if hasattr(torch.optim, name)
+}
 """fp8stack's optimizer for each of torch's that O2 converts."""
 
 MADE_WITH = ("states", "master", "min_numel", "offload")

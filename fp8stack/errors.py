@@ -59,8 +59,7 @@ _ELSEWHERE = {"O3": ' MS-AMP has an O3; what it does is "O2" here.'}
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; its class if there is none, and before the key of a KeyError."""
-    # torch says in one sentence which operator is missing, and guesses why in many
-    name, lines = type(error).__name__, str(error).partition(" This could")[0].strip().splitlines()
+    name, lines = type(error).__name__, str(error).strip().splitlines()
     return f"{name}: {lines[0]}" if lines and isinstance(error, KeyError) else (lines or [name])[0]
 
 

@@ -107,9 +107,12 @@ class Launcher:
         return self._known(device, *dtypes, *[a % 16 for a in addresses], *values)
 
 
-def launched(**options: Any) -> Any:
-    """Return a decorator in the place of `triton.jit`, which makes a kernel its Launcher with these options."""
-    return lambda function: Launcher(triton.jit(function), **options)
+def launched(loose: Any = None, **options: Any) -> Any:
+    """Return a decorator in the place of `triton.jit`, which makes a kernel its Launcher with these options.
+
+    loose: names of arguments whose values make no variants (`do_not_specialize`).
+    """
+    return lambda function: Launcher(triton.jit(function, do_not_specialize=loose), **options)
 
 
 def _without_wrapper(compiled: Any) -> tuple[Any, tuple[Any, ...]]:

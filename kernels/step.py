@@ -190,7 +190,6 @@ def _scales_kernel(
 
 # --- launching
 
-
 TYPES = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8,
     torch.int8: tl.int8, torch.int16: tl.int16, torch.float8_e4m3fn: tl.uint8,

@@ -44,7 +44,7 @@ from fp8stack.formats import BLOCK
 
 from . import fp8
 from .fp8 import INTS
-from .launch import UNFUSED, Launcher
+from .launch import UNFUSED, launched
 from .reference.wire import Layout, share_and_rest
 from .wire import divide
 from .workspace import (
@@ -172,7 +172,7 @@ def _receive(
 _LOOSE = ["rank", "rounds", "call", "share", "rest", "n_blocks", "per", "blocks_per_row", "timeout"]
 
 
-@triton.jit(do_not_specialize=_LOOSE)
+@launched(_LOOSE, num_warps=WARPS, maxnreg=REGISTERS, **UNFUSED)
 def _two_shot_kernel(
     x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, peers_ptr, steps_ptr, missing_ptr,
     rank, rounds, call, share, rest, n_blocks, per, blocks_per_row, cols, timeout,
@@ -220,9 +220,6 @@ def _two_shot_kernel(
     tl.store(steps_ptr + _PROGRAMS + program, late)
 
 
-_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, **UNFUSED)
-
-
 @lru_cache(4096)
 def _geometry(layout: Layout, programs: int) -> tuple[Any, ...]:
     """Return the rounds of a launch, its grid, the sizes that the kernel takes, and its EVEN and FLAT."""
@@ -254,7 +251,7 @@ def add_up(
     filled = [x if t is None else t for t in (x, x_scales, out, out_scales)]
     flags = (x_scales is not None, out_scales is not None)
     share, rest = share_and_rest(layout.world, divisor)
-    _launch(
+    _two_shot_kernel(
         grid,
         *filled, space.peers, space.steps, space.missing,
         space.rank, rounds, call, share, rest, *sizes, wait,

@@ -72,10 +72,6 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
     facts = rule.metadata
     if isinstance(value, str):
         value = VALUES.get(rule.name, {}).get(value, value)
-    if rule.name == "micro_batch" and (
-        value is False or value == "false"
-    ):  # auto_batch_size: false
-        raise ConfigError(f"{given_as}: got {value}. Give the number of sequences: micro_batch: N.")
     if value is None and optional == "None":
         return None
     if value is None:  # in YAML, a name without anything after it
@@ -85,6 +81,8 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
         )
     if facts["word"] and (value is True or value in (facts["word"], "true")):
         return facts["word"]
+    if facts["word"] and (value is False or value == "false"):  # it leaves open which number
+        raise ConfigError(f"{given_as}: got {value}. Give the number: {rule.name}: N.")
     if value is False and "off" in facts["choices"]:
         value = "off"  # YAML reads the bare word off as false
     try:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from .output import show
 
-PACKAGE = Path(__file__).resolve().parents[1]
-FOLDER = next(f for f in (PACKAGE / "examples", PACKAGE.parent / "examples") if f.is_dir())
+FOLDER = next(f for p in Path(__file__).resolve().parents[1:3] if (f := p / "examples").is_dir())
 
 
 def run(options: argparse.Namespace) -> int:
