@@ -1,4 +1,4 @@
-"""How long a new user's first hour takes on a CPU: each tutorial's commands and code, as its page shows them.
+"""How long a new user's first hour takes on a CPU: the commands and code of the README and of each tutorial, as shown.
 
     python benchmarks/walks.py
     python benchmarks/walks.py --only deepspeed --output FILE
@@ -32,6 +32,7 @@ from common import ROOT, append_records
 
 RESULTS = ROOT / "benchmarks" / "results" / "walks.jsonl"
 LOSSES = {  # what each walk prints of the last loss at O2
+    "readme": r"^ *O2 .*?([\d.]+)",
     "script": r"'O2': ([\d.]+)",
     "trainer": r"^\[.* ([\d.]+)\]$",
     "deepspeed": r"^step 50: loss ([\d.]+)$",
@@ -65,10 +66,11 @@ def run(command: str, typed: str, folder: Path) -> str:
     Raises:
         RuntimeError: with the end of what it printed, if it fails.
     """
-    program, *arguments = shlex.split(command)
+    program, *arguments = shlex.split(command, comments=True)
     start = [sys.executable, *(["-m", PROGRAMS[program]] if program in PROGRAMS else [])]
     told = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     told["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # nothing is compiled yet
+    told["BROWSER"] = "true"  # the command of that name, which opens nothing
     done = subprocess.run(
         [*start, *arguments],
         input=typed,
@@ -82,9 +84,14 @@ def run(command: str, typed: str, folder: Path) -> str:
     return done.stdout
 
 
+def page_of(name: str) -> Path:
+    return ROOT / ("README.md" if name == "readme" else f"docs/tutorial-{name}.md")
+
+
 def walk(name: str) -> dict[str, Any]:
-    """Walk through a tutorial; return its record, whose conditions are added later."""
-    files, steps = steps_of((ROOT / "docs" / f"tutorial-{name}.md").read_text())
+    """Walk through a page; return its record, whose conditions are added later."""
+    page = page_of(name)
+    files, steps = steps_of(page.read_text())
     if name == "deepspeed" and not find_spec("deepspeed"):
         steps = [(c, typed) for c, typed in steps if not c.startswith("torchrun")]
     printed, seconds, before = "", [], resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -97,9 +104,9 @@ def walk(name: str) -> dict[str, Any]:
             seconds.append(round(time.perf_counter() - begun, 1))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     record: dict[str, Any] = {"name": "walks", "variant": name}
-    record["params"] = {"page": f"tutorial-{name}.md", "commands": [c for c, _ in steps]}
+    record["params"] = {"page": page.name, "commands": [c for c, _ in steps]}
     record |= {
-        "metric": "a walk through the tutorial, without downloads",
+        "metric": "a walk through the page, without downloads",
         "value": round(sum(seconds), 1),
     }
     record |= {"unit": "s", "seconds": seconds, "cores": os.cpu_count()}

