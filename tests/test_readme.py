@@ -173,6 +173,10 @@ def test_steps_take_nothing_but_their_time():
     assert found["fp8stack"]["extra"]["of_copy"] >= 0.9
     layers = records.layers()
     assert len({layers[variant]["time"] for variant in records.LAYERS.values()}) == 1
+    bf16, ours = (
+        layers[f"{name} compile"]["value"] for name in ("bf16", "native fused, tokenwise")
+    )
+    assert f"size are {bf16 / ours:.2f} times as fast" in words("README.md")
     assert all(record["value"] < 0.01 for record in records.read("monitor_cost"))
     stress = [r for r in records.read("optimizer_stress") if r["variant"].startswith("fp8stack")]
     assert not any(r["extra"]["explodes"] for r in stress)

@@ -270,7 +270,8 @@ def test_tensors_that_share_memory_are_as_others(of, device):
     for x, other in zip(ours, theirs, strict=True):
         assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
         assert_same_bits(x.parts(), other.parts())
-        assert len(pickle.dumps(x)) <= len(pickle.dumps(other))  # without the others' memory
+        # without the others' memory; torch writes addresses as text, of a digit more or less
+        assert len(pickle.dumps(x)) <= len(pickle.dumps(other)) + 8
     assert len(_scales_of(ours)) == 1
     copy.copy(ours[2]).zero_()
     assert not ours[2].any()

@@ -41,10 +41,9 @@ class Recorder:
 
     def record(self, name: str, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays `function`, and the result, whose memory a replay writes."""
-        cuda_graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Other threads, such as a DataLoader's, may allocate memory meanwhile.
-        mode = "thread_local"
-        capture = torch.cuda.graph(cuda_graph, self._pool, self._stream, capture_error_mode=mode)
+        capture = torch.cuda.graph(graph, self._pool, self._stream, "thread_local")
         try:
             with capture:
                 result = function()
@@ -53,7 +52,7 @@ class Recorder:
                 f"no CUDA graph can be captured of {name}: {first_line(error).removesuffix('.')}. torch may be unable "
                 f'to go on in this process. In another, leave the block out: graph(model, skip=["{name}"]).'
             ) from error
-        return cuda_graph.replay, result
+        return graph.replay, result
 
     @staticmethod
     def release(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ as they were in the capture. The graphs are freed by the garbage collector, as t
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -199,6 +200,7 @@ class BlockGraphs:
         calls = [*self._calls.values()]
         devices = (p.device for call in calls for p in call.block.parameters())
         recorder = block_call.Recorder(next(devices, None))
+        gc.collect()  # graphs of before: CUDA ends a capture in which another graph is freed
         for call in calls:
             call.capture_forward(recorder)
         for call in reversed(calls):

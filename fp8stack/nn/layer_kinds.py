@@ -43,5 +43,4 @@ def sizes_of(layer: nn.Module) -> tuple[int, int]:
     """
     if isinstance(layer, nn.MultiheadAttention):
         return 3 * layer.embed_dim, layer.embed_dim
-    sizes = (layer.nf, layer.nx) if is_turned(layer) else (layer.out_features, layer.in_features)
-    return sizes  # type: ignore[return-value]
+    return (layer.nf, layer.nx) if is_turned(layer) else (layer.out_features, layer.in_features)  # type: ignore[return-value]

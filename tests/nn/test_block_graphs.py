@@ -5,7 +5,9 @@ what a real one may overwrite unusable.
 """
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -226,6 +228,23 @@ def test_backward_where_memory_was_overwritten_raises(device):
     ):
         torch.autograd.grad(loss, x, create_graph=True)
     loss_of(model, device, 2).backward()  # and the next step is as it was
+
+
+def test_what_is_garbage_is_freed_before_a_capture_which_would_end_with_it(device):
+    old, optimizer = build(device)
+    graph(old)
+    train(old, optimizer, 3, device)
+    freed = []
+    gc.collect()
+    gc.disable()  # by itself it runs at any time
+    try:
+        weakref.finalize(old.blocks[0], freed.append, "graphs")
+        del old, optimizer
+        assert freed == []
+        trained_alike(device, {"steps": 4})
+        assert freed == ["graphs"]
+    finally:
+        gc.enable()
 
 
 def test_a_block_that_is_left_out_now_and_then(device, replays):
