@@ -1,12 +1,17 @@
 """How benchmarks come to their numbers: what is counted, compared and searched for, on cases with known answers."""
 
+import argparse
 import contextlib
+import fnmatch
+import importlib
 import json
 import os
+import re
 import signal
 import sys
 import time
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import ddp_step
@@ -16,6 +21,7 @@ import models
 import optimizer_step
 import optimizer_stress
 import pytest
+import remeasure
 import stability
 import torch
 import walks
@@ -187,3 +193,64 @@ def test_a_walk_that_fails_says_where(tmp_path):
     assert "2\n" in walks.run("python -i train.py", "print(x + 1)\n", tmp_path)
     with pytest.raises(RuntimeError, match=r"(?s)train.py failed.*ZeroDivisionError"):
         walks.run("python -i train.py", "x / 0\nprint(x)\n", tmp_path)
+
+
+class Printing(remeasure.Job):
+    """Prints its GPUs and fails if it is named so."""
+
+    def words(self, options):
+        code = "import os, sys, time; time.sleep(0.2 + 9 * sys.argv[1].startswith('slow')); "
+        code += (
+            "print(sys.argv[1], os.environ['CUDA_VISIBLE_DEVICES']); sys.exit('bad' in sys.argv[1])"
+        )
+        return [sys.executable, "-c", code, self.name]
+
+
+@pytest.mark.slow
+def test_jobs_are_taken_by_the_gpus_that_may(tmp_path, monkeypatch, capsys):
+    jobs = [
+        Printing("timed", 1, ""),
+        Printing("bad, untimed", 1, "", timed=False),
+        Printing("all", 1, "", together=True),
+        Printing("long", 999, "", timed=False),
+        Printing("slow", 1, "", timed=False),
+        Printing("text", 1, "{shards}"),
+    ]
+    monkeypatch.setattr(remeasure, "list_jobs", lambda: jobs)
+    monkeypatch.setattr(remeasure, "CHECK", Printing("check", 0, ""))
+    given = ["--gpus", "0", "1", "1", "--seconds", "4", "--output", str(tmp_path)]
+    assert remeasure.main(given) == 1
+    logs = {path.stem: path.read_text().strip() for path in tmp_path.glob("*.log")}
+    assert logs["all"] == "all 0,1"
+    assert logs["timed"] == "timed 0"  # not on a GPU with two workers
+    assert logs["slow"] == "", "it was stopped when the time was over"
+    assert logs.keys() == {"check", "all", "timed", "bad-untimed", "slow"}
+    printed = capsys.readouterr().out
+    assert "long: not begun, 999 s are not left" in printed
+    assert re.search(r"bad, untimed FAILED: bad, untimed [01]", printed)
+    assert "text" not in printed, "it needs --shards"
+
+
+class ParsedError(Exception):
+    pass
+
+
+def test_every_job_is_a_command_that_its_program_takes(monkeypatch, tmp_path):
+    own = argparse.ArgumentParser.parse_args
+
+    def parse(self, arguments):
+        raise ParsedError(own(self, arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    options = SimpleNamespace(gpus=[0, 1], output=tmp_path, shards=tmp_path, wheels=tmp_path)
+    jobs = [*remeasure.list_jobs(), remeasure.CHECK]
+    assert len({job.name for job in jobs}) == len(jobs) > 30
+    for job in jobs:
+        program, *rest = job.words(options)[1:]
+        assert str(tmp_path) not in rest, "records hold the command, and no folder of this machine"
+        if program != "-m":
+            module = importlib.import_module(Path(program).stem)
+            with pytest.raises(ParsedError):
+                module.main(rest)
+            for pattern in job.variants:
+                assert fnmatch.filter([v.name for v in module.VARIANTS], pattern), pattern
