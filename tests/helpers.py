@@ -1,5 +1,6 @@
 """What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
 
+import fcntl
 import io
 import math
 import os
@@ -7,8 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +84,24 @@ def run_python(
     """Run Python as a process of its own; return it when it has ended, with what it printed on each stream as text."""
     command, told = [python, *map(str, arguments)], {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, env=told, capture_output=True, text=True, timeout=300)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that `make(folder)` fills once a session: in one worker of pytest-xdist, for which others wait.
+
+    A fixture of a module or session alone would make it in each worker that has one of its tests.
+    """
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, whole = base / name, base / f"{name}.made"
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
 
 
 def refused_in_a_line(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import made_once, run_python
 
 import fp8stack
 
@@ -75,13 +75,18 @@ CAST_NOTHING = {
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """Run the script outside the interpreter; return its JSON."""
+def compiled(tmp_path_factory):
+    """Run the script outside the interpreter, once for all workers; return its JSON."""
+    folder = made_once(tmp_path_factory, "compiled", compile_all)
+    return json.loads((folder / "found.json").read_text())
+
+
+def compile_all(folder):
     root = str(Path(fp8stack.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     run = run_python(SCRIPT, json.dumps([*BUDGETS]), PYTHONPATH=path, TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    (folder / "found.json").write_text(run.stdout)
 
 
 def test_every_kernel_compiles_for_both_architectures(compiled):

@@ -10,6 +10,7 @@ from pathlib import Path
 import code_size
 import pytest
 import yaml
+from helpers import made_once
 
 ROOT = code_size.ROOT
 LEFT_OUT = shutil.ignore_patterns(
@@ -41,25 +42,30 @@ def run_job(name, folder, path=(), **environment):
 @pytest.fixture(scope="session")
 def release(tmp_path_factory):
     """Return the folder in which the release was built: dist/ and notes.md."""
-    from fp8stack.version import __version__
 
-    folder = tmp_path_factory.mktemp("release") / "fp8stack"
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT)
-    printed = run_job("build", folder, GITHUB_REF_NAME=f"v{__version__}")
-    assert printed.count("PASSED") == 2  # of twine: the wheel and the source
-    return folder
+    def build(folder):
+        from fp8stack.version import __version__
+
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT, dirs_exist_ok=True)
+        printed = run_job("build", folder, GITHUB_REF_NAME=f"v{__version__}")
+        assert printed.count("PASSED") == 2  # of twine: the wheel and the source
+
+    return made_once(tmp_path_factory, "release", build)
 
 
 @pytest.fixture(scope="session")
 def installed(release, tmp_path_factory):
     """Return the programs' folder of an environment into which the job `wheel` installed the wheel."""
-    folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    (packages,) = folder.glob("lib/*/site-packages")
-    # torch and all else is this environment's; fp8stack is not
-    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    told = {"PIP_FORCE_REINSTALL": "1", "PIP_NO_DEPS": "1", "PIP_NO_COMPILE": "1"}
-    printed = run_job("wheel", release, [folder / "bin"], **told)
-    assert "fp8stack" in printed
-    assert (packages / "fp8stack" / "kernels" / "ops.py").exists()
-    return folder / "bin"
+
+    def install(folder):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        (packages,) = folder.glob("lib/*/site-packages")
+        # torch and all else is this environment's; fp8stack is not
+        Path(packages, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        told = dict.fromkeys(("PIP_FORCE_REINSTALL", "PIP_NO_DEPS", "PIP_NO_COMPILE"), "1")
+        told["PIP_PYTHON"] = str(folder / "bin" / "python")  # for this environment's pip
+        printed = run_job("wheel", release, [folder / "bin"], **told)
+        assert "fp8stack" in printed
+        assert (packages / "fp8stack" / "kernels" / "ops.py").exists()
+
+    return made_once(tmp_path_factory, "installed", install) / "bin"
