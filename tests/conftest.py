@@ -3,6 +3,7 @@
 With several, workers of pytest-xdist take turns on them; tests of several GPUs at once (`gpus`) run without workers.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -30,6 +31,7 @@ if worker or not torch.cuda.is_available():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 os.environ.setdefault("FP8STACK_QUIET", "1")
+gc.set_threshold(50_000)  # as in helpers.py, from here on
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -45,11 +47,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
+    atexit.register(gc.unfreeze)  # behind pytest's own collections, of which it does five
     gc.freeze()  # modules and 10,000 tests, which nothing frees: looking through them takes half a second each time
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +85,13 @@ def choose_kernels(monkeypatch):
     yield choose
     monkeypatch.undo()
     forget()
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """Spare the many collections of a file what exists when it begins: torch's objects alone take 0.1 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
 
 import fcntl
+import gc
 import io
 import math
 import os
@@ -37,6 +38,12 @@ from fp8stack.nn import convert
 
 # Layers of tests are so small that a GPU is faster in bfloat16; tests/nn/test_select.py puts the rule back.
 convert.least_rows_of = lambda model: {}
+gc.set_threshold(
+    50_000
+)  # looking for cycles takes a fifteenth of the time otherwise; forks have this, too
+if not torch.cuda.is_available():
+    # each torch.manual_seed would write down the stack twice, for a GPU that does not come: a millisecond and more
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 NAN, INF = math.nan, math.inf
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 IMPORTED = [
-    "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
-    "helpers", "workers_gpt", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
+    "helpers", "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
+    "workers_gpt", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
 ]  # fmt: skip
 # And what ranks import of those that this session has tests of, which import them to see that they are there.
 # DeepSpeed's Muon has torch import its compiler.

@@ -16,6 +16,7 @@ from fp8stack.monitor import Monitor
 from fp8stack.nn import casts
 from fp8stack.optim import SGD, AdamW
 
+pytestmark = pytest.mark.usefixtures("frozen")  # every test collects
 RELEASED = {"compute": "native", "step_in_backward": True}
 
 

@@ -76,20 +76,10 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, ""),
     "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"num_local_experts": 4}, ""),
     "CLIP": ("CLIPModel", "CLIPConfig", CLIP, ""),
-    "timm ViT": (
-        "timm",
-        "vit_tiny_patch16_224",
-        {**PICTURES, "patch_size": 8, "embed_dim": 96, "depth": 2},
-        "",
-    ),
-    "timm ConvNeXt": (
-        "timm",
-        "convnext_tiny",
-        {"depths": (1, 1, 3, 6), "dims": (32, 64, 96, 192)},
-        "",
-    ),
+    "timm ViT": ("timm", "vit_tiny_patch16_224", {**PICTURES, "patch_size": 8, "embed_dim": 96, "depth": 2}, ""),
+    "timm ConvNeXt": ("timm", "convnext_tiny", {"depths": (1, 1, 3, 6), "dims": (32, 64, 96, 192)}, ""),
     "UNet": ("diffusers", "UNet2DConditionModel", UNET, "convolutions"),
-}
+}  # fmt: skip
 
 
 class Scored(nn.Module):

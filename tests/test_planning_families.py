@@ -48,12 +48,12 @@ FAMILIES = {
                     "num_key_value_heads": 4, "n_group": 2, "topk_group": 1,
                     "auto_map": {"AutoModelForCausalLM": "none.Here"}, "quantization_config": {"quant_method": "fp8"}},
     "gpt_oss": {**SHARED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "t5": {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
            "dropout_rate": 0.0},
-    "bert": {**TEXT, **NO_DROPOUT},
-    "vit": {**TEXT, **NO_DROPOUT, "image_size": 32, "patch_size": 8},
+    "bert": {**TEXT, **NO_DROPOUT, "num_hidden_layers": 1},
+    "vit": {**TEXT, **NO_DROPOUT, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
 BF16 = Precision("bfloat16", torch.bfloat16, False)
 O0, O2 = at_level(recipe_for("O0")), at_level(recipe_for("O2"))

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import gc
 import json
 import re
 import sys
@@ -37,6 +36,7 @@ from workers_gpt import run_here
 
 CONDITIONS = ("gpu", "cc", "driver", "torch", "triton", "fp8stack", "git", "command", "time")
 TINY = ["--device", "cpu", "--model", "tiny"]
+pytestmark = pytest.mark.usefixtures("frozen")  # every measurement collects
 
 
 class AtOnce(contextlib.AbstractContextManager):
@@ -52,14 +52,6 @@ class AtOnce(contextlib.AbstractContextManager):
         future = convergence.Future()
         future.set_result(function(*arguments))
         return future
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen():
-    """Spare the collection after every measurement the objects that exist already: torch's alone take 0.2 s."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

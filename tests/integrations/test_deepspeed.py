@@ -46,6 +46,10 @@ def check_states(inner, low_master, least=1):
 
 # --- every level in every stage
 
+LEVELS = {  # dtype, and whether the stage is odd: every two of level, dtype and stage come together, and O2 with both
+    ("fp32", 0): ("O0", "O2"), ("fp32", 1): ("O1", "O2"), ("bf16", 0): ("O1", "O2"), ("bf16", 1): ("O0", "O2"),
+}  # fmt: skip
+
 
 def train_at_every_level(rank, stage, folder):
     """Every level trains as the engine does without it, is what it says, and resumes bit for bit."""
@@ -53,7 +57,7 @@ def train_at_every_level(rank, stage, folder):
     for dtype in ("fp32", "bf16"):
         plain = engines.start_plain(deepspeed, configure(stage, dtype), **FAST)
         plain = train(plain, STEPS, rank)
-        for level in ("O0", "O1", "O2"):
+        for level in LEVELS[dtype, stage % 2]:
             config = configure(stage, dtype, level)
             engine = start(config, **FAST)
             losses = train(engine, STEPS, rank)
