@@ -10,6 +10,7 @@ import dis
 import inspect
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
@@ -33,12 +34,7 @@ def is_of_library(module: nn.Module) -> bool:
 
 def owners_read(kind: type[nn.Module]) -> set[str]:
     """Return the names `x` for which the code reads `x.weight`."""
-    return {
-        owner.argval
-        for code in _codes(kind)
-        for owner, read in pairwise(_instructions(code))
-        if read.opname == "LOAD_ATTR" and read.argval == "weight"
-    }
+    return set().union(*map(_owners, _codes(kind)))
 
 
 def products_in(kind: type[nn.Module]) -> set[str]:
@@ -65,10 +61,16 @@ def recomputes_functions(kind: type[nn.Module]) -> bool:
     return False
 
 
+@lru_cache(4096)
+def _owners(code: CodeType) -> set[str]:
+    pairs = pairwise(_instructions(code))
+    return {x.argval for x, y in pairs if (y.opname, y.argval) == ("LOAD_ATTR", "weight")}
+
+
+@lru_cache(4096)
 def _products(code: CodeType) -> set[str]:
-    written = any(
-        "MATRIX_MULTIPLY" in i.opname or i.argrepr in ("@", "@=") for i in _instructions(code)
-    )
+    read = _instructions(code)
+    written = any("MATRIX_MULTIPLY" in i.opname or i.argrepr in ("@", "@=") for i in read)
     return {*code.co_names} & _PRODUCTS | ({"@"} if written else set())
 
 
