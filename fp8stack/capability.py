@@ -2,8 +2,8 @@
 
 FP8 GEMMs are decided by compute capability (8.9 and up) *and* by a live probe: a 16×32×16 product of known numbers
 through `torch._scaled_mm`, in both format combinations that training needs. A device name decides nothing, so a GPU
-that did not exist when this was written gets the right answer. On a CPU the probe alone decides: FP8 GEMMs run there
-for numerics and tests, not for speed. Nothing here runs at import, and answers are remembered per device.
+that did not exist when this was written gets the right answer. On a CPU plain torch multiplies, for numerics and tests,
+not for speed. Nothing here runs at import, and answers are remembered per device.
 
 TransformerEngine is looked for without importing anything; then it is imported on the cuDNN that torch uses, where it
 checks itself that its packages have one version; then it multiplies known numbers, forward and backward.
@@ -41,16 +41,15 @@ class Answer(NamedTuple):
 
 
 def fp8_gemm(device: torch.device | str) -> Answer:
-    """Can `torch._scaled_mm` multiply FP8 matrices on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
+    """Can FP8 matrices be multiplied on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
     device = indexed(torch.device(device))
-    if device.type not in ("cuda", "cpu"):
+    if device.type == "cpu":
+        return Answer(True, "plain torch on a CPU: numerics only, no speed-up")
+    if device.type != "cuda":
         return Answer(False, f"FP8 GEMMs run on cuda and cpu devices, not on {device.type}")
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
-    answer = probe(_multiplies, "torch._scaled_mm", device)
-    if answer and device.type == "cpu":
-        return Answer(True, f"{answer.reason} (numerics only, no speed-up)")
-    return answer
+    return probe(_multiplies, "torch._scaled_mm", device)
 
 
 def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:

@@ -38,9 +38,8 @@ from fp8stack.nn import convert
 
 # Layers of tests are so small that a GPU is faster in bfloat16; tests/nn/test_select.py puts the rule back.
 convert.least_rows_of = lambda model: {}
-gc.set_threshold(
-    50_000
-)  # looking for cycles takes a fifteenth of the time otherwise; forks have this, too
+# looking for cycles takes a fifteenth of the time otherwise; forks have this, too
+gc.set_threshold(50_000)
 if not torch.cuda.is_available():
     # each torch.manual_seed would write down the stack twice, for a GPU that does not come: a millisecond and more
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None

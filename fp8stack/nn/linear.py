@@ -22,7 +22,6 @@ it, autograd.Function included: Inductor gets the casts and the products.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,6 @@ from .narrow import narrowed
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-_ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
 class Fp8Layer(Layer):
@@ -271,39 +269,13 @@ def product(
             return product(a, a_scale, b, b_scale, dtype, fast, bias)
     if a_scale.ndim == 2:
         return ops.matmul_blocks(a, a_scale, b, b_scale, dtype)
-    if a_scale.ndim == 1:
+    if a_scale.ndim == 1 or not a.is_cuda:
         y: Tensor = ops.matmul_rows(a, a_scale, b, b_scale, dtype, fast)
-    elif not a.is_cuda:
-        y = _scaled_mm_on_cpu(a, b, a_scale, b_scale, dtype, fast)
     else:
         fused = bias if dtype in _FUSED_BIAS else None
         y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)
         bias = None if bias is fused else bias
     return y if bias is None else y + bias.to(dtype)
-
-
-@torch.library.custom_op("fp8stack_cpu::scaled_mm", mutates_args=())
-def _scaled_mm_on_cpu(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """Return (a × a_scale) @ (b × b_scale).T by torch's own loop, in graphs of torch.compile too.
-
-    On a CPU with AMX torch has oneDNN multiply E4M3 matrices, which takes a hundred times as long.
-    """
-    with _ONE_DNN:
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            return torch._scaled_mm(a, b.t(), a_scale, b_scale, None, None, dtype, fast)
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
-
-
-@_scaled_mm_on_cpu.register_fake
-def _shape_of_product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    return a.new_empty((len(a), len(b)), dtype=dtype)
 
 
 def weight_gradient(

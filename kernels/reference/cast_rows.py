@@ -59,11 +59,12 @@ def activation_cast_rows(
 
 def matmul_rows(
     a: Tensor,  # codes [m, k]
-    a_scale: Tensor,  # as cast_rows returns it, [m]
+    a_scale: Tensor,  # as cast_rows returns it, [m], or 0-d
     b: Tensor,  # codes [n, k]
     b_scale: Tensor,  # of b, [n] or 0-d
     dtype: torch.dtype,
     fast: bool = False,  # used by the GPU only
 ) -> Tensor:  # [m, n]
     """Return (a × a_scale) @ (b × b_scale).T, multiplied in float32."""
-    return ((a.float() @ b.float().t()) * b_scale * a_scale.unsqueeze(1)).to(dtype)
+    x, y = (v.float() * scale.view(-1, 1) for v, scale in ((a, a_scale), (b, b_scale)))
+    return (x @ y.t()).to(dtype)
