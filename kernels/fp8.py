@@ -180,7 +180,7 @@ INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):  # float32
     """Round float32 to the nearest `DTYPE`. To bfloat16 by hand in Triton's interpreter, which truncates there."""
-    if tl.bfloat16 == DTYPE and INTERPRETED:
+    if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         # half a step less one bit, and one more where the kept part is odd: ties go to even
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536

@@ -34,9 +34,8 @@ _MOST = 4096  # keys that a Launcher remembers: batches of ever new lengths must
 
 _INT32 = 2**31
 
-_SKIPS_BINDING = (
-    tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3) and torch.version.hip is None
-)
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+_SKIPS_BINDING = TRITON >= (3, 3) and torch.version.hip is None
 
 
 def next_power_of_2(n: int) -> int:

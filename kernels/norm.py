@@ -49,7 +49,7 @@ def span_of(table_ptr, owner_ptr):
 @launched(num_warps=4, **UNFUSED)
 def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
     row, first, span, numel = span_of(table_ptr, owner_ptr)
-    if tl.uint8 == TYPE:
+    if TYPE == tl.uint8:
         scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
         block = first + tl.arange(0, _SPAN)
         exists = block < tl.load(row + _BLOCKS).to(tl.int32)
@@ -77,7 +77,7 @@ def _squares_kernel(
     for i in range(0, span, TILE):
         block, inside, offset, mask, _bytes, _byte_mask = places(row, first + i, ROWS, TILE)
         x = tl.load(grad + offset, mask=mask, other=0)
-        if tl.uint8 == TYPE:
+        if TYPE == tl.uint8:
             x = values_of(x, 7, 0x3F803F80) * 256.0
             scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
         else:

@@ -67,7 +67,7 @@ def _quantize_list_kernel(
     for first in range(tl.program_id(0) * BLOCKS, count, tl.num_programs(0) * BLOCKS):
         block, inside, offset, mask, _bytes, _byte_mask = places(row, first, ROWS, BLOCKS)
         x = tl.load(grad + offset, mask=mask, other=0)
-        if tl.uint8 == TYPE:  # E4M3 already, to be limited
+        if TYPE == tl.uint8:  # E4M3 already, to be limited
             scale = tl.load(scales + block, mask=inside, other=0.0)
             x = decode(x, 3, -6, True) * scale[:, None]
             x = tl.where((x >= low) | (x != x), x, low)  # NaN stays, and a limit may be NaN

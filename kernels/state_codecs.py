@@ -28,8 +28,11 @@ import triton.language as tl
 from fp8stack.formats import E4M3, NUDGE
 
 from .fp8 import bits_of_magnitude, decode, encode, scale_and_inverse
+from .launch import TRITON
 
 PTX = tl.constexpr(isinstance(decode, triton.JITFunction) and torch.version.hip is None)
+# Triton 3.2 crashes on assembly with results of two types.
+_TWO_TYPES = tl.constexpr(TRITON >= (3, 3))
 E4M3_MAX = tl.constexpr(E4M3.max)
 E4M3_MIN = tl.constexpr(E4M3.min_positive)
 TINY = tl.constexpr(2.0**-126)
@@ -228,7 +231,8 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, LAST: tl.constexpr, random, DI
 def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr, DITHERED: tl.constexpr):
     """Quantize a tile [blocks, 128] of moments, or of roots of second moments; return uint8 codes and scales."""
     OCP: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e4m3_root"
-    SQUARED: tl.constexpr = FORMAT == "ue3m5" or FORMAT == "ue3m1" or FORMAT == "e4m3_root"
+    # "or" and "and" of two each: Triton 3.2 takes no more
+    SQUARED: tl.constexpr = (FORMAT == "ue3m5" or FORMAT == "ue3m1") or FORMAT == "e4m3_root"
     if PTX:
         amax = tl.reduce(x if SQUARED else tl.abs(x), 1, _larger)
     else:
@@ -256,9 +260,9 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr, DITHERED: 
         y = tl.maximum(y, tl.where(x > 0, LEAST, 0.0))
     if OCP and not DITHERED:
         code = encode(y, 3, -6, E4M3_MAX)
-    elif PTX and DITHERED and FORMAT == "s1e3m4":
+    elif (PTX and DITHERED) and FORMAT == "s1e3m4":
         code = pack_signed(y, random)
-    elif PTX and DITHERED and FORMAT == "ue3m5":
+    elif (PTX and DITHERED) and FORMAT == "ue3m5":
         code = pack_unsigned(y, random)
     else:
         CUT: tl.constexpr = 7 if OCP else 6 if FORMAT == "s1e3m4" else 5 if FORMAT == "ue3m5" else 9
@@ -326,7 +330,8 @@ def split(x, random, WIDE: tl.constexpr):
     if WIDE:
         bits = number_bits(x)
         return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
-    elif PTX:  # a NaN that arithmetic makes is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
+    elif PTX and _TWO_TYPES:
+        # a NaN that arithmetic makes is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, e, f, g, h;

@@ -52,7 +52,7 @@ def _step_kernel(
     ROWS: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     OTHER: tl.constexpr = None if ROWS == "flat" else 0  # a block of padding is never written
-    ROOTED: tl.constexpr = V == "ue3m5" or V == "ue3m1" or V == "e4m3_root"
+    ROOTED: tl.constexpr = (V == "ue3m5" or V == "ue3m1") or V == "e4m3_root"
     PLAIN: tl.constexpr = (M == "" or M == "dense") and (V == "" or V == "dense")
     program = tl.program_id(0)
     tensor = tl.load(owner_ptr + program)
@@ -85,7 +85,7 @@ def _step_kernel(
     # SM of an H200. In any other order it takes 80, 12 fit, and it is 3 to 8 % slower.
     w = tile_io.load_master(weight, master, master_scale, offset, mask, MASTER, OTHER)
     g = tl.load(grad + offset, mask=mask, other=OTHER)
-    if tl.uint8 == GRAD_TYPE:
+    if GRAD_TYPE == tl.uint8:
         scale = tl.load(grad_block_scale + block, mask=inside, other=OTHER) * grad_mul
         g = state_codecs.decode_blocks(g, scale, "e4m3")
     else:

@@ -136,7 +136,7 @@ def store_moment(
         )
     elif KIND == "tensor":
         y = tl.where(new_scale == new_scale, x * tl.div_rn(1.0, new_scale), 0.0)
-        if tl.uint8 == TYPE:
+        if TYPE == tl.uint8:
             code = state_codecs.cut(y * 2.0**-8, 7, 0x80, 0x7E, random, "half")
             tl.store(codes + offset, code.to(tl.uint8), mask=mask)
         else:  # float16: a second moment, which never becomes zero

@@ -90,7 +90,9 @@ def largest_magnitude(x: Tensor) -> Tensor:  # float32, 0-d
 def as_matrix(x: Tensor, multiple: int = ALIGNMENT, rows_to: int = TOKENS) -> Tensor:
     """Return `x` in float32 as rows, padded with zeros to multiples of two numbers."""
     x = x.detach().reshape(-1, x.shape[-1]).float()
-    return pad(x, (0, -x.shape[1] % multiple, 0, -x.shape[0] % rows_to))
+    if x.numel():  # torch 2.6 does not pad what is empty
+        return pad(x, (0, -x.shape[1] % multiple, 0, -x.shape[0] % rows_to))
+    return x.new_zeros(aligned(x.shape[0], rows_to), aligned(x.shape[1], multiple))
 
 
 def _cast_with(

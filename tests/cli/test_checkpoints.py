@@ -69,7 +69,7 @@ def saved(tmp_path_factory):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that this is one process
                 contents = {"model": weights, "optimizer": states, "epoch": 3}
-                save_folder(contents, checkpoint_id=folder / "dcp", no_dist=True)
+                save_folder(contents, checkpoint_id=folder / "dcp")
             masters["dcp"] = masters[name]
     return folder, masters
 

@@ -29,6 +29,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+try:
+    from triton.backends.compiler import AttrsDescriptor  # of Triton 3.2
+except ImportError:
+    AttrsDescriptor = None
+
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import cast, norm, rmsnorm, step, step_scalars
@@ -381,6 +386,9 @@ def compile_case(kernel, pointers, constants, architecture, options):
         if n.endswith("_ptr") or n in ALWAYS or (even and n not in constants and n not in ANY and n not in NUMBERS)
     ]  # fmt: skip
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    if AttrsDescriptor:
+        attributes = AttrsDescriptor.from_hints({names.index(name): 16 for name in aligned})
+        signature = {name: kind for name, kind in signature.items() if kind != "constexpr"}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
