@@ -43,12 +43,12 @@ class Answer(NamedTuple):
 def fp8_gemm(device: torch.device | str) -> Answer:
     """Can FP8 matrices be multiplied on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
     device = indexed(torch.device(device))
-    if device.type == "cpu":
-        return Answer(True, "plain torch on a CPU: numerics only, no speed-up")
-    if device.type != "cuda":
+    if device.type not in ("cuda", "cpu"):
         return Answer(False, f"FP8 GEMMs run on cuda and cpu devices, not on {device.type}")
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
+    if device.type == "cpu":
+        return Answer(True, "plain torch on a CPU: numerics only, no speed-up")
     return probe(_multiplies, "torch._scaled_mm", device)
 
 
