@@ -55,7 +55,8 @@ def steps_of(page: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
                 steps.append(("python -i train.py", ""))
             steps[-1] = (steps[-1][0], f"{steps[-1][1]}{text}\n")
         elif language == "sh":
-            lines = (line for line in text.splitlines() if not line.startswith("pip "))
+            lines = (re.sub(r"\s+# .*", "", line) for line in text.splitlines())
+            lines = (line for line in lines if not line.startswith("pip "))
             steps += [(line, "") for line in lines]
     return files, steps
 
@@ -66,7 +67,7 @@ def run(command: str, typed: str, folder: Path) -> str:
     Raises:
         RuntimeError: with the end of what it printed, if it fails.
     """
-    program, *arguments = shlex.split(command, comments=True)
+    program, *arguments = shlex.split(command)
     start = [sys.executable, *(["-m", PROGRAMS[program]] if program in PROGRAMS else [])]
     told = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     told["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # nothing is compiled yet
