@@ -1,6 +1,6 @@
 """Train one small GPT with and without FP8 and compare them: what `fp8stack demo` runs.
 
-    fp8stack demo --open                             # two minutes on a laptop's CPU
+    fp8stack demo --open                             # a minute on a laptop's CPU
     fp8stack demo --levels baseline O0 O1 O2         # all levels
     fp8stack demo --size gpu                         # a larger model, for one GPU
     fp8stack demo --data my_texts/ --head bf16       # another text; all fields of a recipe are options
@@ -63,7 +63,7 @@ SAMPLE_BYTES = 250
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. The defaults are the demo's: two cores take two minutes for the baseline and O2."""
+    """One run. The defaults are the demo's: two cores take a minute for the baseline and O2."""
 
     level: str = "baseline"
     model: ModelConfig = field(default_factory=ModelConfig)

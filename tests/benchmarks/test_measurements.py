@@ -182,6 +182,10 @@ def test_a_walk_is_what_its_page_shows():
     ((session, typed),) = (step for step in steps if step[1])
     assert session == "python -i train.py"
     assert typed.count("fp8stack.initialize(") == 3
+    assert walks.steps_of(walks.page_of("readme").read_text()) == (
+        {},
+        [("fp8stack demo --open", "")],
+    )
     files, steps = walks.steps_of((walks.ROOT / "docs" / "tutorial-deepspeed.md").read_text())
     assert json.loads(files["ds_config.json"])["fp8stack"]["opt_level"] == "O2"
     assert "deepspeed.initialize(" in files["train.py"]
