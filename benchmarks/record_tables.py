@@ -375,8 +375,8 @@ MODELS = {
 }  # fmt: skip
 
 
-def measured(model: str) -> tuple[str, dict[str, Record], str, float | None]:
-    """Return the GPU of a model's last record, its records there by variant, bf16's GiB, and × with both compiled.
+def measured(model: str) -> tuple[str, dict[str, Record], str]:
+    """Return the GPU of a model's last record, its records there by variant, and bf16's GiB.
 
     bf16 holds as much on every GPU.
     """
@@ -384,8 +384,7 @@ def measured(model: str) -> tuple[str, dict[str, Record], str, float | None]:
     gpu = [r["gpu"] for r in every if r["variant"] == "O2"][-1]
     found = by_variant(r for r in every if r["gpu"] == gpu)
     held = [f"{r['peak_gib']:.1f}" for r in every if r["variant"] == "bf16"]
-    both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
-    return gpu.split()[1], found, (held or ["-"])[-1], both[0] / both[1] if len(both) == 2 else None
+    return gpu.split()[1], found, (held or ["-"])[-1]
 
 
 @table("real-models-short")
@@ -393,7 +392,7 @@ def real_models_in_short() -> list[str]:
     """Tabulate a whole step of transformers' models in bf16 and at O2 by today's default, which H200s have measured."""
     rows = []
     for model, words in MODELS.items():
-        gpu, found, held, _ = measured(model)
+        gpu, found, held = measured(model)
         if gpu == "H200":
             o2 = found["O2"]
             cells = [f"{o2['base_ms']:.0f} → {o2['value']:.0f}", f"**{o2['speedup']:.2f} ×**"]
@@ -406,14 +405,13 @@ def real_models() -> list[str]:
     """Tabulate whole steps of transformers' models; what was not run has a dash."""
     rows = []
     for model, words in MODELS.items():
-        gpu, found, held, compiled = measured(model)
+        gpu, found, held = measured(model)
         o2 = found["O2"]
         cells = [gpu, f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
         cells.append(f"{found['O0']['speedup']:.2f}" if "O0" in found else "-")
         cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
         graphed = found.get("O2 graphed")
         cells += [f"{graphed['speedup']:.2f}" if graphed else "-"]
-        cells += [f"{compiled:.2f}" if compiled else "-"]
         cells += [held, f"{o2['peak_gib']:.1f}"]
         rows.append((f"{words}, {o2['params']['tokens']:,} tokens", *cells))
     heads = (
@@ -423,6 +421,5 @@ def real_models() -> list[str]:
         "O2, ms (host)",
         "O2, ×",
         "O2 graphed, ×",
-        "compiled, ×",
     )
     return lines(("", *heads, "bf16, GiB", "O2, GiB"), rows)

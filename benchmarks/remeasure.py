@@ -1,4 +1,4 @@
-"""What the documentation says of GPUs, measured anew in one go: before a release, or after a default has changed.
+"""Whole models, long runs, fine-tuning, frameworks and GPU tests in one go: before a release, or after a new default.
 
     python benchmarks/remeasure.py --list
     python benchmarks/remeasure.py --gpus 0 1 1 --seconds 1500 --output runs/remeasured
@@ -18,6 +18,7 @@ at the end, with the last line of its log, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -59,7 +60,8 @@ class Job:
 
     def words(self, options: argparse.Namespace) -> list[str]:
         """Return the command of a process, whose folder is the repository's."""
-        folders = {name: os.path.relpath(getattr(options, name) or "", ROOT) for name in FOLDERS}
+        given_folders = {name: getattr(options, name) for name in FOLDERS}
+        folders = {name: os.path.relpath(p, ROOT) for name, p in given_folders.items() if p}
         given = {"gpus": len(set(options.gpus)), **folders}
         program, *rest = [word.format(**given) for word in shlex.split(self.command)]
         if program == "pytest":
@@ -138,6 +140,7 @@ class Runner:
         self.jobs = [job for job in self.jobs if not job.needs or getattr(options, job.needs)]
         self.failed: dict[str, str] = {}
         self.lock = threading.Lock()
+        self.running: set[subprocess.Popen[bytes]] = set()
 
     def run(self) -> None:
         """Run the jobs of all GPUs, then the others, a thread for each GPU."""
@@ -146,6 +149,8 @@ class Runner:
         for job in together:
             if job.seconds <= self.left():
                 self.start(job, sorted(set(self.options.gpus)))
+            else:
+                self.jobs.append(job)  # to be named in the end
         count = Counter(self.options.gpus)
         threads = [
             threading.Thread(target=self.work, args=(gpu, count[gpu] == 1))
@@ -155,6 +160,18 @@ class Runner:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def stop(self) -> None:
+        """Begin no further job, and kill those that run."""
+        self.jobs.clear()
+        for process in [*self.running]:
+            self.kill(process)
+
+    @staticmethod
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        """Kill a job with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -183,15 +200,13 @@ class Runner:
             process = subprocess.Popen(
                 words, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
             )
+            self.running.add(process)
             try:
                 status = process.wait(max(1.0, self.left()))
-            except (
-                BaseException
-            ) as error:  # no time is left, or Ctrl-C: with all that it has started
-                os.killpg(process.pid, signal.SIGKILL)
+            except subprocess.TimeoutExpired:
+                self.kill(process)
                 status = process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
+            self.running.discard(process)
         took = f"{time.monotonic() - begun:.0f} s"
         print(f"{job.name}: status {status} after {took}, GPU {visible}", flush=True)
         if status:
@@ -214,14 +229,18 @@ def main(arguments: list[str] | None = None) -> int:
     runner = Runner(options)
     if options.list:
         for job in runner.jobs:
-            print(f"{job.name}: {job.seconds} s, {' '.join(job.words(options)[1:])}")
+            print(f"{job.name}: {job.seconds} s, {shlex.join(job.words(options)[1:])}")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     runner.start(CHECK, options.gpus[:1])
-    if not runner.failed:
-        runner.run()
+    try:
+        if not runner.failed:
+            runner.run()
+    except KeyboardInterrupt:
+        runner.stop()
+        return 130
     for job in runner.jobs:
-        print(f"{job.name}: not begun, {job.seconds} s are not left")
+        print(f"{job.name}: not begun: {job.seconds} s are not left, or no GPU is named once")
     for name, why in runner.failed.items():
         print(f"{name} FAILED: {why}")
     return int(bool(runner.failed))

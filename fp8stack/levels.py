@@ -54,7 +54,7 @@ _LIMITS = {
 class Recipe:
     """What a level does. Every field can be overridden in `fp8stack.initialize(...)`.
 
-    compute: how Linear layers multiply. "native": FP8 through torch._scaled_mm. "te": FP8 by TransformerEngine. "bf16":
+    compute: how Linear layers multiply. "native": FP8 by fp8stack's own layers. "te": FP8 by TransformerEngine. "bf16":
         bfloat16. "auto": native where the device can, te for recipes that native layers do not have on this device,
         bf16 with a warning where there is no FP8; the card says which and why.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2

@@ -98,7 +98,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     A fixture of a module or session alone would make it in each worker that has one of its tests.
     """
     base = factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
     folder, whole = base / name, base / f"{name}.made"
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""FP8 layers over `torch._scaled_mm`; what is cast and kept, `casts.py` says.
+"""FP8 layers over `torch._scaled_mm`, on a CPU plain torch; what is cast and kept, `casts.py` says.
 
     forward    y  = x  @ w.T     E4M3 × E4M3
     backward   dx = dy @ w       E5M2 × E4M3   (hybrid; E4M3 × E4M3 with fp8_format="e4m3")

@@ -230,9 +230,18 @@ def test_jobs_are_taken_by_the_gpus_that_may(tmp_path, monkeypatch, capsys):
     assert logs["slow"] == "", "it was stopped when the time was over"
     assert logs.keys() == {"check", "all", "timed", "bad-untimed", "slow"}
     printed = capsys.readouterr().out
-    assert "long: not begun, 999 s are not left" in printed
+    assert "long: not begun: 999 s are not left" in printed
     assert re.search(r"bad, untimed FAILED: bad, untimed [01]", printed)
     assert "text" not in printed, "it needs --shards"
+
+
+def test_jobs_that_need_text_are_left_out_without_it(capsys):
+    assert remeasure.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "benchmarks/real_models.py --model vit-l --only bf16 O0 O2 'O2 graphed' --output" in printed
+    )
+    assert "training.py" not in printed
 
 
 class ParsedError(Exception):
