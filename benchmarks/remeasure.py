@@ -179,7 +179,10 @@ class Runner:
     def work(self, gpu: int, alone: bool) -> None:
         """Take jobs on a GPU, which is this thread's `alone` or not."""
         while job := self.take(alone):
-            self.start(job, [gpu])
+            try:
+                self.start(job, [gpu])
+            except Exception as error:  # of a thread, which nobody would see
+                self.failed[job.name] = f"{type(error).__name__}: {error}"
 
     def take(self, alone: bool) -> Job | None:
         """Return the next job for which there is time, and remove it."""

