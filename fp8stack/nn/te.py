@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -82,7 +82,7 @@ class Engine:
     finished = False  # multiplies in bfloat16 from now on: finishing.py
 
     def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
-        self.recipe = recipe
+        self.recipe = replace(recipe, fp8_recipe=recipe.fp8_recipe.replace("auto", "current"))
         self.layer = layer  # its name in the model
         self._home = None if weight is None else id(weight)  # compared, never followed
         self._linear: Any = None
@@ -202,7 +202,7 @@ def te_recipe(settings: Recipe) -> Any:
         "blockwise": ("Float8BlockScaling", {"fp8_format": e4m3}),
         "mxfp8": ("MXFP8BlockScaling", {"fp8_format": e4m3}),
         "nvfp4": ("NVFP4BlockScaling", {}),
-    }[settings.fp8_recipe.replace("auto", "current")]
+    }[settings.fp8_recipe]
     kind: Any = getattr(recipes, name)
     if "backward_override" in {f.name for f in fields(kind)}:
         options["backward_override"] = None

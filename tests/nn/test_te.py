@@ -96,7 +96,7 @@ def test_is_the_same_module_under_another_class():
     assert isinstance(layer, nn.Linear)
     assert (list(layer.state_dict()), [id(p) for p in layer.parameters()]) == (keys, parameters)
     assert list(layer.modules()) == [layer]
-    assert "te=auto" in repr(layer)  # `initialize` says what that is
+    assert "te=current" in repr(layer)  # which "auto" is
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -425,12 +425,12 @@ def test_most_recent_follows_at_once_and_max_remembers():
 @needs_te
 def test_the_recipe_is_explicit(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
-    settings = recipe_for("O0", fp8_format="e4m3")
+    settings = recipe_for("O0", fp8_format="e4m3", fp8_recipe="current")
     recipe = te.te_recipe(settings)
     assert recipe is te.te_recipe(settings)
     assert recipe.backward_override is None
     assert recipe.fp8_gemm_fprop.use_split_accumulator
-    fast = te.te_recipe(recipe_for("O0", fp8_fast_accum=True))
+    fast = te.te_recipe(recipe_for("O0", fp8_fast_accum=True, fp8_recipe="current"))
     assert not fast.fp8_gemm_fprop.use_split_accumulator
     assert fast.fp8_gemm_dgrad.use_split_accumulator
     history = {"amax_history_len": 16, "amax_compute_algo": "most_recent"}
