@@ -251,18 +251,27 @@ def mark(cuda: bool) -> Any:
 # --- output, of the process that started the ranks
 
 
-def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:
+def compare(variant: str, n: Numbers, results: dict[str, Numbers]) -> None:
+    """Add what a variant is beside its framework's bf16, where that was measured before it."""
+    base = results.get(f"{variant.split(' O2')[0].removesuffix(' bf16')} bf16")
+    n["speedup"] = base and base["step_ms"] / n["step_ms"]
+    if base and base["peak_gib"]:
+        n["memory_ratio"] = n["peak_gib"] / base["peak_gib"]
+
+
+def to_record(variant: str, n: Numbers, name: str, options: argparse.Namespace) -> dict[str, Any]:
     config = resize(MODELS[name], options)
     params = {"model": name, "ranks": options.gpus, "batch": config.batch, "seq": config.sequence}
-    records = []
-    table = Table("variant", title=f"{name}, ranks: {options.gpus}", box=box.SIMPLE)
+    record = {"name": "frameworks", "variant": variant, "params": params, "metric": "step"}
+    rest = {k: v for k, v in n.items() if k != "step_ms"}
+    return {**record, "value": n["step_ms"], "unit": "ms", **rest}
+
+
+def report(results: dict[str, Numbers], name: str, ranks: int) -> None:
+    table = Table("variant", title=f"{name}, ranks: {ranks}", box=box.SIMPLE)
     for column in ("step ms", "× bf16", "GiB", "of bf16", "B/param"):
         table.add_column(column, justify="right", no_wrap=True)
     for variant, n in results.items():
-        base = results.get(f"{variant.split(' O2')[0].removesuffix(' bf16')} bf16")
-        n["speedup"] = base and base["step_ms"] / n["step_ms"]
-        if base and base["peak_gib"]:
-            n["memory_ratio"] = n["peak_gib"] / base["peak_gib"]
         keys = (
             "step_ms",
             "speedup",
@@ -271,10 +280,6 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
             "state_bytes_per_parameter",
         )
         table.add_row(variant, *("-" if n.get(k) is None else f"{n[k]:,.2f}" for k in keys))
-        rest = {k: v for k, v in n.items() if k != "step_ms"}
-        record = {"name": "frameworks", "variant": variant, "params": params}
-        records.append({**record, "metric": "step", "value": n["step_ms"], "unit": "ms", **rest})
-    append_records(options.output, records)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
@@ -305,11 +310,13 @@ def main(arguments: list[str] | None = None) -> int:
                     failed.append(variant.name)
                     continue
             if math.isfinite(numbers["loss"]):
-                results[variant.name] = numbers
+                results[variant.name] = numbers  # recorded at once: the next may be stopped
+                compare(variant.name, numbers, results)
+                append_records(options.output, [to_record(variant.name, numbers, name, options)])
                 print(f"{variant.name}: {numbers['step_ms']} ms", file=sys.stderr)
             else:
                 failed.append(variant.name)
-        report(results, name, options)
+        report(results, name, options.gpus)
     print(json.dumps({"failed": failed}))
     return int(bool(failed))
 

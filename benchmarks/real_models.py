@@ -472,8 +472,18 @@ def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
         return numbers
 
 
-def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:
-    real, compiled = MODELS[name], results.get(f"{BASE} compiled", {}).get("speedup")
+def to_record(variant: str, n: Numbers, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    real = MODELS[name]
+    params = {"model": name, "batch": real.batch, "tokens": real.tokens * options.micro_batches}
+    if options.micro_batches > 1:
+        params["model"] += f", {options.micro_batches} micro-batches"
+    record = {"name": "real_models", "variant": variant, "params": params, "metric": "step"}
+    rest = {k: v for k, v in n.items() if k != "step_ms"}
+    return {**record, "value": n["step_ms"], "unit": "ms", **rest}
+
+
+def report(results: dict[str, Numbers], name: str) -> None:
+    compiled = results.get(f"{BASE} compiled", {}).get("speedup")
     table = Table("variant", title=f"{name}: a whole step", box=box.SIMPLE)
     heads = (
         "ms",
@@ -490,31 +500,17 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
     )
     for column in heads:
         table.add_column(column, justify="right", no_wrap=True)
-    records = []
     for variant, n in results.items():
-        if "note" in n:
-            continue
-        n["speedup_compiled"] = compiled and n["speedup"] / compiled
         cells = [
             n["step_ms"],
             n["speedup"],
-            n["speedup_compiled"],
+            compiled and n["speedup"] / compiled,
             n["base_host_ms"],
             n["host_ms"],
             *n["host_parts"].values(),
         ]
         cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["graphs"], n["loss"]]
         table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
-        params = {"model": name, "batch": real.batch, "tokens": real.tokens * options.micro_batches}
-        if options.micro_batches > 1:
-            params["model"] += f", {options.micro_batches} micro-batches"
-        rest = {k: v for k, v in n.items() if k != "step_ms"}
-        records.append({
-            "name": "real_models", "variant": variant, "params": params, "metric": "step",
-            "value": n["step_ms"], "unit": "ms", **rest,
-        })  # fmt: skip
-    if records:
-        append_records(options.output, records)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -543,12 +539,14 @@ def main(arguments: list[str] | None = None) -> int:
             results: dict[str, Numbers] = {}
             for variant in options.variants:
                 found = attempt(partial(apart, variant, name, options))
-                results[variant.name] = found
                 if "note" in found:
                     notes[f"{name}, {variant.name}"] = found["note"]
+                else:  # recorded at once: the next may be stopped
+                    results[variant.name] = found
+                    append_records(options.output, [to_record(variant.name, found, name, options)])
                 told = found.get("note") or f"{found['step_ms']:.1f} ms"
                 print(f"{name}, {variant.name}: {told}", file=sys.stderr, flush=True)
-            report(results, name, options)
+            report(results, name)
     print(json.dumps({"notes": notes}))
     return 0
 
