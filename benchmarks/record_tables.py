@@ -337,9 +337,9 @@ RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py
 def recipes() -> list[str]:
     """Tabulate what the default was chosen by: KL, time and memory of each recipe, and what fine-tuning loses."""
     kl = by_variant(read("accuracy", model="smollm2-135m"))
-    tuned: dict[str, list[Record]] = {}
+    tuned: dict[str, dict[int, float]] = {}  # of each variant and seed, by its last run
     for r in read("fine_tuning", model="smollm2-135m", steps=200, train=["*"]):
-        tuned.setdefault(r["variant"], []).append(r)
+        tuned.setdefault(r["variant"], {})[r["params"]["seed"]] = r["value"]
     (*_, last) = (
         r for r in read("real_models", model="llama-1b") if r["variant"] == "O2, accurate"
     )
@@ -349,7 +349,7 @@ def recipes() -> list[str]:
     blocks, rows = layers(), []
     for words, (accuracy, model, part, training) in RECIPES.items():
         step, block = whole.get(model), blocks.get(part)
-        damage = [r["value"] for r in tuned.get(training, [])]
+        damage = tuned.get(training, {}).values()
         cells = [f"{kl[accuracy]['kl']:.4f}" if accuracy else ""]
         cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
         cells += [f"{whole['bf16']['value'] / step['value']:.2f}" if step else ""]

@@ -37,7 +37,7 @@ from common import ROOT
 FOLDERS = ("output", "shards", "wheels")
 ONE = "pytest -q -n 8 --dist worksteal -p no:cacheprovider -m 'gpu and not gpus'"
 APART = ("kernels", "optim", "comm")  # folders of tests that are a job of their own
-LONG = "--shards {shards} --warmup 320 --eval-batches 16 --deterministic --compile"
+LONG = "--shards {shards} --warmup 320 --eval-batches 16 --deterministic --compile --untimed"
 GPT2 = f"training.py --model gpt2 --steps 3200 --lr 6e-4 --eval-freq 320 --crossed {LONG}"
 LLAMA = f"training.py --model llama-1b --batch 2 --steps 2000 --eval-freq 500 {LONG}"
 

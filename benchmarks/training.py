@@ -245,8 +245,8 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
         "validation": validation,
         "train_loss_per_25_steps": average([x for line in steps if (x := line["loss"]) is not None], 25),
         "skipped_steps": sum(line["norm"] is None for line in steps),
-        "tokens_per_second": median(line["tokens_per_second"] for line in timed),
-        "step_ms": median(line["dt_ms"] for line in timed),
+        "tokens_per_second": None if options.untimed else median(line["tokens_per_second"] for line in timed),
+        "step_ms": None if options.untimed else median(line["dt_ms"] for line in timed),
         "peak_gib": max(line["memory_gib"] for line in steps),
         "estimate_gib": expected and expected.peak / 2**30,
         "seconds": seconds,
@@ -412,6 +412,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--deterministic", action="store_true", help="a run that is repeated has the same bits")
     add("--compile", action="store_true", help="torch.compile, of plain PyTorch too")
     add("--crossed", action="store_true", help="evaluate the weights in bf16 and in FP8")
+    add("--untimed", action="store_true", help="other jobs use the GPU too: no speed is recorded")
     add("--missing", action="store_true", help="leave out runs that have a record")
     add("--within", type=float, metavar="SECONDS", help="start no run that would end later")
     add("--gpus", nargs="+", type=int, default=[0], help="of those visible; one run at a time each")

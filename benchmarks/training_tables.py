@@ -27,7 +27,7 @@ class Summary(NamedTuple):
     loss: float
     gap: float | None  # mean over seeds, of bf16's loss
     error: float | None  # the standard error of that mean, of two seeds and more
-    tokens: float  # a second
+    tokens: float | None  # a second, of runs that had a GPU to themselves
     faster: float | None  # × bf16
     peak: float  # GiB, the largest
     part: float | None  # × bf16
@@ -54,10 +54,11 @@ def summarize(rows: list[Record]) -> list[Summary]:
         alike = [] if variant == AGAIN else pairs
         # of one day's code, on one kind of GPU
         paced = [(r, b) for r, b in alike if all(r.get(k) == b.get(k) for k in ("git", "gpu"))]
+        paces = [r["tokens_per_second"] for r in own if r["tokens_per_second"]]
         peak, planned = max(r["peak_gib"] for r in own), own[-1]["estimate_gib"]
         found.append(Summary(
             variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,
-            stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(r["tokens_per_second"] for r in own),
+            stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(paces) if paces else None,
             mean_ratio(paced, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
             planned and planned / peak - 1,
         ))  # fmt: skip
@@ -71,7 +72,8 @@ def losses_by_seed(runs: list[Record]) -> dict[int, float]:
 
 def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
     """Return the mean over pairs of runs of a number over bf16's."""
-    return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
+    ratios = [r[key] / base[key] for r, base in pairs if r[key] and base[key]]
+    return fmean(ratios) if ratios else None
 
 
 def named(record: Record) -> str:
@@ -105,10 +107,11 @@ def training(records: list[Record]) -> list[str]:
 def training_cells(s: Summary) -> tuple[str, ...]:
     gap = "" if s.gap is None else percent(s.gap)
     gap += "" if s.error is None else f" ± {100 * s.error:.2f}"
+    pace = "" if s.tokens is None else f"{s.tokens:,.0f}"
     count = str(s.seeds) + (f" ({s.runs} runs)" if s.runs > s.seeds else "")
     ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (s.faster, s.part)]
     return (
-        f"{s.loss:.4f}", gap and f"{gap} %", count, f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}", ratios[1],
+        f"{s.loss:.4f}", gap and f"{gap} %", count, pace, ratios[0], f"{s.peak:.2f}", ratios[1],
     )  # fmt: skip
 
 

@@ -150,8 +150,8 @@ def test_what_is_said_of_deterministic_runs_is_in_their_records():
 
 
 def test_what_is_said_of_a_monitor_s_cost_is_in_its_record():
-    page = (training.ROOT / "docs" / "troubleshooting.md").read_text()
-    found = record_tables.read("monitor_cost")
-    assert {r["params"]["model"] for r in found} == {"gpt2", "llama-1b"}
-    for r in found:
-        assert f"{100 * r['value']:.2f} % of the time of steps" in " ".join(page.split())
+    page = " ".join((training.ROOT / "docs" / "troubleshooting.md").read_text().split())
+    o2 = (r for r in record_tables.read("monitor_cost") if r["variant"] == "O2")
+    found = {r["params"]["model"]: r for r in o2}  # the last of each
+    for r in (found["gpt2"], found["llama-1b"]):
+        assert f"{100 * r['value']:.2f} % of the time of steps" in page
