@@ -6,9 +6,10 @@
     cat runs/remeasured/real_models.jsonl >> benchmarks/results/real_models.jsonl      # what shall be kept
 
 How: jobs are commands of this folder's programs, and GPU tests. Each GPU takes the next job that is left, in the order
-of `--list`. One that is named twice works on two at once, so it takes none of those that are timed. Jobs that need all
-GPUs run first. A job starts only if its seconds, as an H200 took, are left of `--seconds`; it is stopped when they are
-over. Before all of them a tiny model takes a step: what is not installed ends the program at once.
+of `--only` and, within one of its globs, of `--list`. One that is named twice works on two at once, so it takes none of
+those that are timed. Jobs that need all GPUs run first. A job starts only if its seconds are left of `--seconds`, as
+H200s with other jobs on their host took; it is stopped when they are over. Before all of them a tiny model takes a
+step: what is not installed ends the program at once.
 
 Jobs that need text are left out without it: `--shards` of `package_text.py`, or `--wheels`, the folder that
 `accuracy.py` asks for. Each job has a log in --output, and its records in a file of its benchmark. What failed is named
@@ -93,8 +94,8 @@ def list_jobs() -> list[Job]:
     """Return the jobs in the order in which they begin: what the README shows comes first."""
     everything = "pytest -q -p no:cacheprovider -m 'gpu and gpus' tests"
     jobs = [
-        Job("frameworks", 240, "frameworks.py --gpus {gpus}", together=True),
-        Job("tests, several GPUs", 240, everything, together=True),
+        Job("frameworks", 420, "frameworks.py --gpus {gpus}", together=True),
+        Job("tests, several GPUs", 970, everything, together=True),
     ]
     for model, variants in MODELS.items():
         jobs.append(
@@ -104,10 +105,10 @@ def list_jobs() -> list[Job]:
         Job("models, recipes", 280, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
         Job("monitor", 90, "monitor_cost.py"),
         Job("host times", 60, "linear.py --model small"),
-        Job("tests, kernels", 260, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),
+        Job("tests, kernels", 340, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),
         Job(
             "tests, others",
-            170,
+            260,
             f"{ONE} tests {' '.join(f'--ignore tests/{f}' for f in APART)}",
             timed=False,
         ),
@@ -120,7 +121,7 @@ def list_jobs() -> list[Job]:
             f"fine_tuning.py --wheels {{wheels}} --seeds {seed}",
             ("bf16", "O0", "O2", "O0, last*"),
         )
-        jobs.append(Job(f"fine-tuning {seed}", 120, tune, variants, timed=False))
+        jobs.append(Job(f"fine-tuning {seed}", 360, tune, variants, timed=False))
     for seed in range(5):  # last: each makes an interval narrower
         for level in ("off", "O0", "O2"):
             run = f"{GPT2} --levels {level} --seeds {seed} --runs {{output}}/gpt2-{level}-{seed}"
@@ -136,8 +137,9 @@ class Runner:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.end = options, time.monotonic() + options.seconds
-        self.jobs = [job for job in list_jobs() if any(fnmatch(job.name, p) for p in options.only)]
-        self.jobs = [job for job in self.jobs if not job.needs or getattr(options, job.needs)]
+        jobs = [job for job in list_jobs() if not job.needs or getattr(options, job.needs)]
+        wanted = (job for glob in options.only for job in jobs if fnmatch(job.name, glob))
+        self.jobs = list(dict.fromkeys(wanted))
         self.failed: dict[str, str] = {}
         self.lock = threading.Lock()
         self.running: set[subprocess.Popen[bytes]] = set()
@@ -223,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--gpus", type=int, nargs="+", default=[0], help="named twice: for two jobs at once")
     add("--seconds", type=float, default=4 * 3600, help="for all jobs (%(default)s)")
-    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of jobs")
+    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of jobs, first things first")
     add("--shards", type=Path, help="of package_text.py")
     add("--wheels", type=Path, help="of accuracy.py")
     add("--output", type=Path, default=ROOT / "runs" / "remeasured")
