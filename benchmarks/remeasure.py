@@ -225,7 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--gpus", type=int, nargs="+", default=[0], help="named twice: for two jobs at once")
     add("--seconds", type=float, default=4 * 3600, help="for all jobs (%(default)s)")
-    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of jobs, first things first")
+    add(
+        "--only", nargs="+", default=["*"], metavar="NAME", help="globs of jobs, first things first"
+    )
     add("--shards", type=Path, help="of package_text.py")
     add("--wheels", type=Path, help="of accuracy.py")
     add("--output", type=Path, default=ROOT / "runs" / "remeasured")
