@@ -260,7 +260,7 @@ def finish(model: nn.Module) -> bool:
     loop can call it in every step from some step on, in a resumed run, too. `restore` undoes it.
 
     Returns:
-        Whether anything changed.
+        Whether anything changed: not in a model without FP8 products, nor before `initialize`.
     """
     if not finish_products(model):
         return False
@@ -331,7 +331,9 @@ def _without_effect(
             f"first_last and precision_for are about layers: products by bare parameters of {named[0]} are in FP8 "
             "nevertheless. Name it in skip=[...]"
         )
-    found = layers.heads or by_hand  # a product by an embedding may be a head
+    unmet = sorted(layers.precision.unmet) if compute != "bf16" else ()
+    told += [f"{x}: without effect, as no layer is there or another option decides" for x in unmet]
+    found = layers.precision.heads or by_hand  # a product by an embedding may be a head
     if recipe.head not in ("auto", "fp8") and compute != "bf16" and not found:
         told.append(
             f'head="{recipe.head}" has no effect: no layer is known to make logits. Name it: skip=["its.name"]'

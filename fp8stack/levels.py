@@ -232,9 +232,7 @@ def _precisions(given: Any) -> tuple[tuple[str, str], ...]:
         isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] and isinstance(pair[0], str)
         for pair in pairs
     ):
-        raise ConfigError(
-            f'{where}it is a dict of patterns, such as {{"*q_proj": "forward-bf16"}}.'
-        )
+        raise ConfigError(f'{where}give a dict of patterns, such as {{"*q_proj": "forward-bf16"}}.')
     return tuple((p, check_choice("precision", v, tuple(PRECISIONS), where)) for p, v in pairs)
 
 

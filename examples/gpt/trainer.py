@@ -193,6 +193,7 @@ class Trainer:
         # A function of the step, as the learning rate is: a run that is resumed does the same.
         if self.step >= self.config.first_bf16_step and finish(self.model):
             self.log.say(f"step {self.step + 1}: products are in bf16 from here on (--bf16-last)")
+            self.log.precision += ", products in bf16"
         if self.monitor:
             self.monitor.begin_step(self.step)
         lr = learning_rate(self.config, self.step)

@@ -166,9 +166,7 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
     if output is input:
         return
     if output.device != input.device:
-        raise ConfigError(
-            f"{name} got an output on {output.device} and an input on {input.device}."
-        )
+        raise ConfigError(f"{name} got output on {output.device} and input on {input.device}.")
     of_output, of_input = (world, 1) if name.startswith("reduce") else (1, world)
     if output.numel() * of_output != input.numel() * of_input:
         raise ConfigError(

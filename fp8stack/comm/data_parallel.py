@@ -253,9 +253,7 @@ def _check_model(
 ) -> torch.device:
     """Return the device of the model, or raise ConfigError."""
     if not trained:
-        raise ConfigError(
-            f"DataParallel got {type(module).__name__}, no parameter of which is trained."
-        )
+        raise ConfigError(f"DataParallel got {type(module).__name__}, of which nothing is trained.")
     check_number("bucket_cap_mb", bucket_cap_mb, math.ulp(0.0), rule="above 0")
     devices = {str(p.device) for p in module.parameters()}
     if len(devices) > 1:

@@ -84,9 +84,7 @@ class Attention(Mixin):
                 shapes = [tuple(x.shape) for x in (query, key, value)]
                 raise self._error(f"inputs of {shapes}; all share N, and key and value share S")
             if is_causal and attn_mask is None:
-                raise self._error(
-                    "is_causal=True, which tells of a mask. Pass it as attn_mask, too"
-                )
+                raise self._error("is_causal=True, which tells of a mask: pass that as attn_mask")
             mask = None
             if not is_causal or need_weights or key_padding_mask is not None:
                 sizes, is_causal = (*q.shape[:3], k.shape[2]), False

@@ -95,6 +95,7 @@ def choose_layers(
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
         if not (known or experts.is_experts(module)):
             continue
+        products, wanted = precision.of(module) if compute != "bf16" else ("", "")
         rows, reason = least.get(name, ALWAYS), unread.get(module) or _unfit(module, compute)
         if by_size and not known and not reason:
             rows = experts.least_rows_of(module)
@@ -104,14 +105,13 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
-        products, reason = precision.of(module) if compute != "bf16" else ("", "")
         if products not in ("", PRECISIONS["bf16"]) and experts.is_experts(module):
             layers.idle.append(f"experts make no single products in bfloat16: {name} ({products})")
         elif products:
             layers.in_bf16[name] = products
             layers.heads += [name] * (module in precision.heads and "forward" in products)
             if products == PRECISIONS["bf16"]:
-                layers.skipped.append((name, reason))
+                layers.skipped.append((name, wanted))
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     if recipe.frozen == "fp8":

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
-from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,7 +32,7 @@ def is_of_library(module: nn.Module) -> bool:
 
 
 def owners_read(kind: type[nn.Module]) -> set[str]:
-    """Return the names `x` for which the code reads `x.weight`."""
+    """Return the names `x` for which the code reads `x.weight`, and not only where it is, or its shape."""
     return set().union(*map(_owners, _codes(kind)))
 
 
@@ -63,8 +62,10 @@ def recomputes_functions(kind: type[nn.Module]) -> bool:
 
 @lru_cache(4096)
 def _owners(code: CodeType) -> set[str]:
-    pairs = pairwise(_instructions(code))
-    return {x.argval for x, y in pairs if (y.opname, y.argval) == ("LOAD_ATTR", "weight")}
+    read = [*_instructions(code)]
+    triples = zip(read, read[1:], read[2:], strict=False)
+    weights = (x for x in triples if (x[1].opname, x[1].argval) == ("LOAD_ATTR", "weight"))
+    return {owner.argval for owner, _, use in weights if use.argval not in ("device", "shape")}
 
 
 @lru_cache(4096)

@@ -70,22 +70,24 @@ def linear_cross_entropy(
         chunk: rows at a time; by default as many as `in`, and 1,024 at least.
 
     Raises:
-        ConfigError: for another reduction.
-        ModelError: for a head that is no such layer, or shapes that do not fit.
+        ConfigError: for another reduction, or a chunk that is no number of rows.
+        ModelError: for a head that is no such layer, a bias beside a layer, or labels that do not fit.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f'reduction={reduction!r} must be "mean" or "sum".')
+    if chunk is not None and not (isinstance(chunk, int) and chunk > 0):
+        raise ConfigError(f"chunk={chunk!r} must be a number of rows, 1 or more.")
     weight, bias, how, options = _resolve(head, hidden, bias)
     features = weight.shape[0 if options.turned else 1]
     linear.check_input(hidden, features, fp8=False)
-    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
+    if labels.shape != hidden.shape[:-1] or labels.dtype is not torch.int64:
         raise ModelError(
             f"linear_cross_entropy got labels {tuple(labels.shape)}, {labels.dtype}, for hidden states "
-            f"{tuple(hidden.shape)}; it takes an integer for each."
+            f"{tuple(hidden.shape)}; it takes an int64 for each."
         )
     if shift:
         labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    rows = max(features, LEAST_ROWS) if chunk is None else max(chunk, 1)
+    rows = chunk or max(features, LEAST_ROWS)
     rows = -(-rows // TOKENS) * TOKENS
     given = hidden, weight, bias, labels, ignore_index, reduction == "mean", rows, how
     with torch._C.DisableTorchFunction():  # see Fp8Layer
@@ -105,6 +107,8 @@ def _resolve(
             f"linear_cross_entropy got a {type(head).__name__} as head; it takes an nn.Linear, transformers' Conv1D, "
             'or a weight. A layer of TransformerEngine\'s is left in bfloat16 with head="bf16".'
         )
+    elif bias is not None:
+        raise ModelError("linear_cross_entropy got a bias beside a layer, which has its own.")
     else:
         weight, bias = head.weight, head.bias  # type: ignore[assignment]
         options = options._replace(turned=is_turned(head))

@@ -47,6 +47,7 @@ class Precision:
         self.heads = set[nn.Module]() if recipe.head == "fp8" else find_heads(model)
         self._default = PRECISIONS["wgrad-bf16" if recipe.wgrad == "bf16" else "fp8"]
         self._own: dict[nn.Module, tuple[str, str]] = {}  # products, and the reason
+        self.unmet = set[str]()  # reasons that no layer has been given yet
         self._whole = compute == "te"
         if self._whole and self._default:
             self._default = ""
@@ -56,6 +57,7 @@ class Precision:
         head = PRECISIONS["forward-bf16" if recipe.head == "auto" else recipe.head]
         for module in self.heads:
             self._set(module, head, HEAD)
+            self.unmet.clear()  # the model has a head
         if recipe.first_last:
             blocks = [[*each] for _, each in outermost_lists(model)]
             n, told = recipe.first_last, f"first_last={recipe.first_last}"
@@ -67,20 +69,20 @@ class Precision:
         for pattern, how in recipe.precision_for:
             found = [m for name, m in names.items() if name and fnmatchcase(name, pattern)]
             for module in found:
-                reason = f'precision_for leaves "{pattern}" in bfloat16'
+                reason = f"precision_for[{pattern!r}] is {how!r}"
                 self._set(module, PRECISIONS[how], reason, alone=how == "fp8")
             if not found:
                 meant = did_you_mean(pattern, names)
-                self.idle.append(
-                    f"precision_for[{pattern!r}] matches no module of the model.{meant}"
-                )
+                self.idle.append(f"precision_for[{pattern!r}] matches no module.{meant}")
 
     def of(self, module: nn.Module) -> tuple[str, str]:
         """Return the products of a layer that are in bfloat16, with spaces between them, and why."""
         products, reason = self._own.get(module, (self._default, ""))
+        self.unmet.discard(reason)
         return (_ALL if self._whole and products else products), reason
 
     def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
+        self.unmet.add(reason)
         if not alone:
             products = with_products(products, self._default)
         self._own.update(dict.fromkeys(module.modules(), (products, reason)))

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any, cast
 
@@ -52,9 +52,6 @@ from .casts import in_backward
 from .layer_kinds import weight_of
 from .linear import bf16_matmul, check_input, title, unsafe_view
 from .mixin import mixed_class
-
-ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
-"""By recipe: every dimension of a product must be a multiple of this."""
 
 
 class TeLayer(Layer):
@@ -82,7 +79,7 @@ class Engine:
     finished = False  # multiplies in bfloat16 from now on: finishing.py
 
     def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
-        self.recipe = replace(recipe, fp8_recipe=recipe.fp8_recipe.replace("auto", "current"))
+        self.recipe = recipe
         self.layer = layer  # its name in the model
         self._home = None if weight is None else id(weight)  # compared, never followed
         self._linear: Any = None
@@ -95,7 +92,8 @@ class Engine:
     def multiply(self, layer: TeLayer, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""
         library, recipe = load_te(), te_recipe(self.recipe)
-        step = ALIGNMENTS[self.recipe.fp8_recipe]
+        # every dimension of a product must be a multiple of this
+        step = 32 if self.recipe.fp8_recipe in ("mxfp8", "nvfp4") else 16
         tokens = rows.shape[0]
         weight, bias = weight_of(layer).contiguous(), cast(Tensor | None, layer.bias)
         out_features = weight.shape[0]
@@ -202,7 +200,7 @@ def te_recipe(settings: Recipe) -> Any:
         "blockwise": ("Float8BlockScaling", {"fp8_format": e4m3}),
         "mxfp8": ("MXFP8BlockScaling", {"fp8_format": e4m3}),
         "nvfp4": ("NVFP4BlockScaling", {}),
-    }[settings.fp8_recipe]
+    }[settings.fp8_recipe.replace("auto", "current")]
     kind: Any = getattr(recipes, name)
     if "backward_override" in {f.name for f in fields(kind)}:
         options["backward_override"] = None

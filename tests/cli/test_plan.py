@@ -296,7 +296,7 @@ def test_a_file_of_a_package_is_imported_as_its_module(
         ("models.py:build --fp8-format e4m4", "fp8_format='e4m4' is not a choice"),
         ("models.py:build --min-numel many", "argument --min-numel: invalid int value"),
         ("models.py:build --states-for head", "must be PATTERN=STATES"),
-        ("models.py:build --precision-for bf16", "it is a dict of patterns"),
+        ("models.py:build --precision-for bf16", "give a dict of patterns"),
         ("models.py:build --precision-for head=bf15", "precision must be one of"),
         ("models.py:build --states-for haed=fp32", "matches no parameter"),
         ("models.py:build --optimizer x", "unrecognized arguments"),

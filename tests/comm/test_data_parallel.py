@@ -408,7 +408,7 @@ def check_refusals(rank, world, device):
     with pytest.raises(GradientError, match="weight is sparse"):
         sparse(torch.arange(3, device=device)).sum().backward()
     for make, message in (
-        (lambda: DataParallel(nn.ReLU()), "no parameter of which is trained"),
+        (lambda: DataParallel(nn.ReLU()), "of which nothing is trained"),
         (
             lambda: DataParallel(TinyLM(), bucket_cap_mb=0),
             "bucket_cap_mb=0 must be a finite number above 0",

@@ -260,7 +260,7 @@ def test_compiled_with_masks_it_has_the_eager_bits(options, device):
 WRONG = {
     "batches": (lambda x: (x, x[:, :1], x[:, :1]), {}, r"attention 0 got inputs of .*share N"),
     "sources": (lambda x: (x, x, x[:5]), {}, "key and value share S"),
-    "no mask": (lambda x: (x, x, x), {"is_causal": True}, "tells of a mask. Pass it as attn_mask"),
+    "no mask": (lambda x: (x, x, x), {"is_causal": True}, "tells of a mask: pass that as attn_mask"),
     "mask": (lambda x: (x, x, x), {"attn_mask": torch.zeros(1, LENGTH)}, r"mask of \(1, 10\); it is \(10, 10\) or"),
     "padding": (lambda x: (x, x, x), {"key_padding_mask": torch.zeros(3, 1)}, r"mask of \(3, 1\); it is \(3, 10\) or"),
     "features": (lambda x: [x[..., :8]] * 3, {}, r"layer 0 got .*last dimension must be 32"),

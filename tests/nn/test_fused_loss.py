@@ -218,8 +218,12 @@ def test_what_does_not_fit_is_refused():
     head, (x, labels) = head_of("plain"), draw()
     for error, match, given, how in (
         (ConfigError, "reduction='none' must be", (x, head, labels), {"reduction": "none"}),
-        (ModelError, r"labels \(2, 149\).*takes an integer for each", (x, head, labels[:, 1:]), {}),
-        (ModelError, "takes an integer for each", (x, head, labels.float()), {}),
+        (ModelError, r"labels \(2, 149\).*takes an int64 for each", (x, head, labels[:, 1:]), {}),
+        (ModelError, "takes an int64 for each", (x, head, labels.float()), {}),
+        (ModelError, "takes an int64 for each", (x, head, labels > 3), {}),
+        (ModelError, "a bias beside a layer", (x, head, labels, head.bias), {}),
+        (ConfigError, "chunk=-5 must be", (x, head, labels), {"chunk": -5}),
+        (ConfigError, "chunk=2.5 must be", (x, head, labels), {"chunk": 2.5}),
         (ModelError, "last dimension must be 96", (x[..., 1:], head, labels), {}),
         (ModelError, "got a Sequential as head", (x, nn.Sequential(head), labels), {}),
         (ModelError, "takes float32", (x.long(), head, labels), {}),

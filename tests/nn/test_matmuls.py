@@ -19,6 +19,7 @@ from fp8stack.formats import E4M3, E5M2
 from fp8stack.levels import recipe_for
 from fp8stack.nn.convert import skipped_modules
 from fp8stack.nn.coverage import bare_modules
+from fp8stack.nn.forward_code import owners_read
 from fp8stack.nn.matmuls import MultipliesParameters, _Mode, apply_matmuls
 from fp8stack.nn.mixin import take_off
 
@@ -540,6 +541,15 @@ class Outer(nn.Module):
 
     def forward(self, x):
         return self.inner(x) + self.table[0]
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x.to(self.up.weight.device) @ self.down.weight.view(self.up.weight.shape)
+
+
+def test_a_weight_is_read_where_its_values_are():
+    assert owners_read(Looks) == {"down"}
 
 
 def test_auto_looks_where_parameters_are_multiplied_and_nowhere_else(device):

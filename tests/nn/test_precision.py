@@ -1,6 +1,9 @@
 """Which products of a layer are in bfloat16: by wgrad, head, first_last and precision_for."""
 
 import copy
+import re
+import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -197,24 +200,32 @@ def test_histories_learn_where_no_gradient_is_cast():
         ({"first_last": 2}, "first_last=2 has no effect: the model has no nn.ModuleList of blocks"),
         (
             {"precision_for": {"frst": "bf16"}},
-            "matches no module of the model. Did you mean .first",
+            "matches no module. Did you mean .first",
         ),
+        ({"precision_for": {"words": "bf16"}}, r"'words'\] is 'bf16': without effect"),
+        ({"precision_for": {"first": "bf16", "*": "fp8"}}, r"'first'\] is 'bf16': without effect"),
+        ({"head": "bf16", "precision_for": {"lm_head": "fp8"}}, ""),
+        ({"head": "bf16", "skip": ["lm_head"]}, ""),
     ],
 )
 def test_what_has_no_effect_is_said(options, told):
-    model = nn.Sequential()
-    model.add_module("first", nn.Linear(64, 64))
-    with pytest.warns(Fp8StackWarning, match=told):
-        fp8stack.initialize(model, None, "O0", **options)
+    layers = {
+        "words": nn.Embedding(96, 64),
+        "first": nn.Linear(64, 64),
+        "lm_head": nn.Linear(64, 96),
+    }
+    with warnings.catch_warnings(record=True) as found:
+        fp8stack.initialize(nn.Sequential(OrderedDict(layers)), None, "O0", **options)
+    assert [bool(re.search(told, str(w.message))) for w in found] == [True] * bool(told)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"precision_for": {"*": "fp16"}}, "precision must be one of"),
-        ({"precision_for": ["*"]}, "it is a dict of patterns"),
-        ({"precision_for": 3}, "it is a dict of patterns"),
-        ({"precision_for": {"": "bf16"}}, "it is a dict of patterns"),
+        ({"precision_for": ["*"]}, "give a dict of patterns"),
+        ({"precision_for": 3}, "give a dict of patterns"),
+        ({"precision_for": {"": "bf16"}}, "give a dict of patterns"),
         ({"first_last": -1}, "first_last=-1 must be an integer"),
         ({"wgrad": "bf16", "compute": "te"}, "TransformerEngine makes all products of a layer"),
     ],

@@ -4,6 +4,8 @@ What needs TransformerEngine is marked and runs on a GPU; what is decided before
 """
 
 import copy
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,7 +98,7 @@ def test_is_the_same_module_under_another_class():
     assert isinstance(layer, nn.Linear)
     assert (list(layer.state_dict()), [id(p) for p in layer.parameters()]) == (keys, parameters)
     assert list(layer.modules()) == [layer]
-    assert "te=current" in repr(layer)  # which "auto" is
+    assert "te=auto" in repr(layer)  # `initialize` says what that is
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -422,15 +424,24 @@ def test_most_recent_follows_at_once_and_max_remembers():
     assert scales["most_recent"] == pytest.approx(448 / amax, rel=0.01)
 
 
+def test_without_a_choice_scales_are_current(monkeypatch):
+    current = dataclasses.make_dataclass("Float8CurrentScaling", ["fp8_format", "fp8_gemm_fprop"])
+    names = {"Format": SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"), "MMParams": dict}
+    library = SimpleNamespace(recipe=SimpleNamespace(Float8CurrentScaling=current, **names))
+    monkeypatch.setattr(te, "load_te", lambda: library)
+    found = te.te_recipe.__wrapped__(recipe_for("O0"))
+    assert found == current("hybrid", {"use_split_accumulator": True})
+
+
 @needs_te
 def test_the_recipe_is_explicit(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
-    settings = recipe_for("O0", fp8_format="e4m3", fp8_recipe="current")
+    settings = recipe_for("O0", fp8_format="e4m3")
     recipe = te.te_recipe(settings)
     assert recipe is te.te_recipe(settings)
     assert recipe.backward_override is None
     assert recipe.fp8_gemm_fprop.use_split_accumulator
-    fast = te.te_recipe(recipe_for("O0", fp8_fast_accum=True, fp8_recipe="current"))
+    fast = te.te_recipe(recipe_for("O0", fp8_fast_accum=True))
     assert not fast.fp8_gemm_fprop.use_split_accumulator
     assert fast.fp8_gemm_dgrad.use_split_accumulator
     history = {"amax_history_len": 16, "amax_compute_algo": "most_recent"}
