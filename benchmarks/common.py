@@ -27,6 +27,7 @@ import fp8stack
 from fp8stack import capability
 
 ROOT = Path(__file__).resolve().parents[1]
+BEGUN = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def conditions() -> dict[str, Any]:
@@ -43,7 +44,7 @@ def conditions() -> dict[str, Any]:
         "fp8stack": fp8stack.__version__,
         "git": os.environ.get("FP8STACK_GIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
         "command": shlex.join(["python", *(Path(a).name if a[:1] == "/" else a for a in sys.argv)]),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": BEGUN,  # one for a run, however often it writes: tables take records of one run
     }
 
 

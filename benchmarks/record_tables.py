@@ -316,9 +316,9 @@ def trained_model() -> list[str]:
     """Tabulate how far FP8 products move a trained model from bf16; variants of earlier defaults are left out."""
     found = by_variant(read("accuracy", model="smollm2-135m"))
     shown = {v.name: found[v.name] for v in VARIANTS if v.name in found.keys() - NOT_SHOWN}
-    rows = [(name, f"{r['kl']:.4f}") for name, r in shown.items()]
-    most = max(r["kl_error"] for r in shown.values())
-    return lines(("options", f"KL(bf16 ‖ FP8), nats a token, at most ± {most:.4f}"), rows)
+    rows = [(name, f"{r['kl']:.4f}", f"+{r['loss_gap']:.4f}") for name, r in shown.items()]
+    kl, loss = (max(r[f"{key}_error"] for r in shown.values()) for key in ("kl", "loss_gap"))
+    return lines(("options", f"KL(bf16 ‖ FP8), ± {kl:.4f}", f"loss, ± {loss:.4f}"), rows)
 
 
 RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py call it
@@ -350,17 +350,19 @@ def recipes() -> list[str]:
     for words, (accuracy, model, part, training) in RECIPES.items():
         step, block = whole.get(model), blocks.get(part)
         damage = tuned.get(training, {}).values()
-        cells = [f"{kl[accuracy]['kl']:.4f}" if accuracy else ""]
+        said = kl.get(accuracy, {})
+        cells = [f"{said['kl']:.4f}", f"{said['loss_gap']:.4f}"] if said else ["", ""]
         cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
-        cells += [f"{whole['bf16']['value'] / step['value']:.2f}" if step else ""]
+        cells += [f"{step['speedup']:.2f}" if step else ""]
         cells += [f"{step['peak_gib']:.1f}" if step else ""]
         compiled = blocks.get(f"{part.removesuffix(' eager')} compile")
         cells += [f"{b['value']:.1f}" if b else "" for b in (block, compiled)]
         rows.append((words, *cells))
     heads = (
         "KL",
-        "fine-tuning, nats (seeds)",
-        "a step of Llama-3.2-1B at O2, × bf16",
+        "loss",
+        "fine-tuning (seeds)",
+        "Llama-3.2-1B at O2, × bf16",
         "GiB",
         "four blocks of Llama-3-8B, ms",
         "compiled",

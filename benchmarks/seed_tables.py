@@ -79,6 +79,9 @@ def steps_to_loss(records: list[Record]) -> list[str]:
     return lines(("", "seeds", "more steps than bf16"), rows)
 
 
+BETWEEN = {"O0, first_last=2", "O0, last fifth in bf16"}  # two other rows
+
+
 def fine_tuning(records: list[Record]) -> list[str]:
     """Return a row for each variant of fine_tuning.py: how much worse its weights are than bf16's of the same seeds."""
     rows: list[tuple[str, ...]] = []
@@ -90,6 +93,8 @@ def fine_tuning(records: list[Record]) -> list[str]:
         found = by_name(own)
         base = found.pop(BASE)
         for variant, runs in found.items():
+            if variant in BETWEEN:
+                continue
             off = [r["loss_in_bf16"] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
             more = [
                 100 * extra_steps(r["validation"], base[s]["validation"]) for s, r in runs.items()

@@ -54,7 +54,8 @@ def summarize(rows: list[Record]) -> list[Summary]:
         alike = [] if variant == AGAIN else pairs
         # of one day's code, on one kind of GPU
         paced = [(r, b) for r, b in alike if all(r.get(k) == b.get(k) for k in ("git", "gpu"))]
-        paces = [r["tokens_per_second"] for r in own if r["tokens_per_second"]]
+        timed = [r for r in own if r["tokens_per_second"]]
+        paces = [r["tokens_per_second"] for r in timed if r.get("gpu") == timed[-1].get("gpu")]
         peak, planned = max(r["peak_gib"] for r in own), own[-1]["estimate_gib"]
         found.append(Summary(
             variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,

@@ -331,8 +331,6 @@ def _without_effect(
             f"first_last and precision_for are about layers: products by bare parameters of {named[0]} are in FP8 "
             "nevertheless. Name it in skip=[...]"
         )
-    unmet = sorted(layers.precision.unmet) if compute != "bf16" else ()
-    told += [f"{x}: without effect, as no layer is there or another option decides" for x in unmet]
     found = layers.precision.heads or by_hand  # a product by an embedding may be a head
     if recipe.head not in ("auto", "fp8") and compute != "bf16" and not found:
         told.append(

@@ -83,6 +83,7 @@ def read(path):
         assert r["value"] is None or isinstance(r["value"], float | int)
         assert all(key in r for key in CONDITIONS)
         assert datetime.datetime.fromisoformat(r["time"]).tzinfo
+        assert r["time"] == records[0]["time"]  # of one run
     return records
 
 
