@@ -75,7 +75,9 @@ class Variant:
 
 
 ALL_FP8 = {"head": "fp8"}
-CURRENT, TOKENWISE, BLOCKWISE = ({"fp8_recipe": n} for n in ("current", "tokenwise", "blockwise"))
+CURRENT, TOKENWISE, ROWWISE, BLOCKWISE = (
+    {"fp8_recipe": name} for name in ("current", "tokenwise", "rowwise", "blockwise")
+)
 PARTLY = {"precision_for": {"*.q_proj": "forward-bf16", "*.k_proj": "forward-bf16"}}
 MLPS = {"precision_for": {"*.self_attn.*": "bf16"}}
 THROUGHOUT = {"select": "all", "compute": "native", "strict": True}  # whatever FP8 makes slower
@@ -94,6 +96,7 @@ VARIANTS = [
     Variant("default, first_last=2", {"first_last": 2}),
     Variant("default, attention in bf16", MLPS),
     Variant("default, attention in bf16, first_last=2", MLPS | {"first_last": 2}),
+    Variant("rowwise", ROWWISE),
     Variant("blockwise, head fp8", BLOCKWISE | ALL_FP8),
     Variant("blockwise", BLOCKWISE),
     Variant("blockwise, first_last=2", BLOCKWISE | {"first_last": 2}),

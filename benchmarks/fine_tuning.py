@@ -27,7 +27,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ class Variant:
     level: str = ""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     bf16_last: float = 0.0  # the share of the steps, at the end, whose products are in bfloat16
+    budget: float = 0.0  # of `tune`, which chooses the options
 
 
 VARIANTS = [
@@ -66,6 +67,7 @@ VARIANTS = [
     Variant("O0, current, head fp8", "O0", CURRENT | ALL_FP8),
     Variant("O0, last tenth in bf16", "O0", bf16_last=0.1),
     Variant("O0, last fifth in bf16", "O0", bf16_last=0.2),
+    Variant("O0, tuned to 0.007", "O0", budget=0.007),
     Variant("O0, blockwise", "O0", BLOCKWISE),
     Variant("O0, head bf16", "O0", {"head": "bf16"}),
     Variant("O0, first_last=2", "O0", {"first_last": 2}),
@@ -120,6 +122,12 @@ def measure(
     variant: Variant, model: nn.Module, data: tuple[Tensor, Tensor], seed: int, options: Any
 ) -> Numbers:
     held_out, text = data
+    chosen: dict[str, Any] = {}
+    if variant.budget:
+        given = {"input_ids": text[: options.batch]}
+        tuned = fp8stack.tune(copy.deepcopy(model), given, budget=variant.budget)
+        chosen = {"options": tuned.options}
+        variant = replace(variant, options=tuned.options)
     order = torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(seed)
     trained, curve = copy.deepcopy(model), []
@@ -129,7 +137,7 @@ def measure(
     losses = {"loss_in_bf16": curve[-1][1], "validation": curve}
     if variant.level:
         fp8stack.initialize(trained, None, "O0", **THROUGHOUT, **variant.options)
-    return {**losses, "loss_in_own": evaluate(trained, held_out)}
+    return {**losses, **chosen, "loss_in_own": evaluate(trained, held_out)}
 
 
 def to_record(variant: str, numbers: Numbers, base: Numbers, params: Any) -> dict[str, Any]:

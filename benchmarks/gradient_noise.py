@@ -45,6 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gradient_noise.jsonl"
 VARIANTS = [
     Variant("bf16"),
     *(v for v in accuracy.VARIANTS if v.options is not None and not v.only),
+    accuracy.Variant("default, wgrad bf16", {"wgrad": "bf16"}),
 ]
 KINDS = {
     **{kind: tuple(f"{n}.weight" for n in names) for kind, names in accuracy.KINDS.items()},

@@ -80,7 +80,9 @@ RECIPES = (
     "O2, head fp8",
     "O2, head bf16",
     "O2, accurate",
+    "O2, rowwise",
     "O2, blockwise",
+    "O2, wgrad bf16",
     "O2, fused loss",
 )
 MODELS = {
@@ -102,7 +104,7 @@ def list_jobs() -> list[Job]:
             Job(f"models, {model}", 40 * len(variants), f"real_models.py --model {model}", variants)
         )
     jobs += [
-        Job("models, recipes", 280, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
+        Job("models, recipes", 360, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
         Job("monitor", 90, "monitor_cost.py"),
         Job("host times", 60, "linear.py --model small"),
         Job("tests, kernels", 340, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),
@@ -116,10 +118,15 @@ def list_jobs() -> list[Job]:
     for level in ("off", "O2"):
         run = f"{LLAMA} --levels {level} --seeds 0 --runs {{output}}/llama-{level}"
         jobs.append(Job(f"long, Llama {level}", 400, run, timed=False))
+    recipes = ("current", "default", "rowwise", "blockwise")
+    jobs.append(Job("accuracy", 120, "accuracy.py --wheels {wheels}", recipes, timed=False))
+    recipes = ("bf16", *recipes, "default, wgrad bf16")
+    noise = "gradient_noise.py --wheels {wheels}"
+    jobs.append(Job("gradient noise", 120, noise, recipes, timed=False))
     for seed in range(3):
         tune, variants = (
             f"fine_tuning.py --wheels {{wheels}} --seeds {seed}",
-            ("bf16", "O0", "O2", "O0, last*"),
+            ("bf16", "O0", "O2", "O0, last tenth*", "O0, tuned*"),
         )
         jobs.append(Job(f"fine-tuning {seed}", 360, tune, variants, timed=False))
     for seed in range(5):  # last: each makes an interval narrower
