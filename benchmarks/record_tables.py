@@ -397,7 +397,7 @@ def real_models_in_short() -> list[str]:
         gpu, found, held = measured(model)
         if gpu == "H200":
             o2 = found["O2"]
-            cells = [f"{o2['base_ms']:.0f} → {o2['value']:.0f}", f"**{o2['speedup']:.2f} ×**"]
+            cells = [f"{o2['base_ms']:.0f} → {o2['value']:.0f}", f"{o2['speedup']:.2f} ×"]
             rows.append((words, *cells, f"{held} → {o2['peak_gib']:.1f}"))
     return lines(("bf16 → O2", "ms a step", "faster", "peak GiB"), rows)
 

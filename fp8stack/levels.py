@@ -54,57 +54,62 @@ _LIMITS = {
 class Recipe:
     """What a level does. Every field can be overridden in `fp8stack.initialize(...)`.
 
-    compute: how Linear layers multiply. "native": FP8 by fp8stack's own layers. "te": FP8 by TransformerEngine. "bf16":
-        bfloat16. "auto": native where the device can, te for recipes that native layers do not have on this device,
-        bf16 with a warning where there is no FP8; the card says which and why.
-    fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
-        for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
-    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "tokenwise": in forward, that of
-        each token of an activation; all else as "current". "rowwise": that of each row of an operand as the product
-        reads it. "delayed": that of the tensor's last `amax_history_len` casts, one a micro-batch. "blockwise": one for
-        each 1×128 of activations and gradients and 128×128 of weights, and of activations in the products that give
-        weights' gradients, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell. "auto": "tokenwise"
-        where native layers multiply so, else "current".
-    fp8_margin: with "delayed", scales leave room for 2^margin times the largest magnitude of the history.
-    amax_history_len, amax_compute_algo: with "delayed", how many casts count, and whether their "max" or the
-        "most_recent" one does.
-    fp8_fast_accum: True sums forward products with fewer bits (about 14 on Hopper's tensor cores), which is faster.
-        Products of gradients are never summed so. None: False, except with TransformerEngine's "delayed", which always
-        sums fast.
-    select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
-        (`fp8stack/nn/select.py`); "all" always does.
-    fuse: True joins RMSNorms and MLPs with the casts around them (`fp8stack/nn/mlp.py`): on a GPU, with
-        native layers, and not for weights that FSDP2 or DeepSpeed hold.
-    fuse_loss: True computes head and loss of transformers' causal language models together, in chunks, without the
-        logits in memory (`fp8stack/nn/deferred_logits.py`). Your own models call `fp8stack.linear_cross_entropy`.
-    matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks), in modules that
-        own them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
-    head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16", logits
-        in bfloat16 and the products of their gradients in FP8, with block scales; where there are none, and with
-        TransformerEngine, that means "bf16". "auto": "forward-bf16" where such a layer is found.
-    first_last: how many blocks at the start, and as many at the end of the model, multiply in bfloat16.
-    wgrad: "bf16" makes the gradients of weights in bfloat16, "fp8" in FP8.
-    precision_for: how single layers multiply: a dict from fnmatch patterns of module names to "fp8", "forward-bf16",
-        "backward-bf16", "wgrad-bf16" or "bf16", e.g. {"*q_proj": "forward-bf16"}. The last pattern that matches counts,
-        and overrides `head` and `first_last`; what `wgrad` says is added, except to "fp8".
-    frozen: "fp8" keeps in E4M3, one byte an element, those weights of Linear layers that are frozen
-        (requires_grad=False) when `initialize` is called, as the base of adapters (`fp8stack/nn/frozen.py`).
-    gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
-    states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
-    master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding), or
-        "auto": "split24", but "split32" in parameter groups with a learning rate below 1e-5, whose updates are too
-        small for 24 bits. The rate is the group's at `initialize`, or the "initial_lr" of a scheduler made before.
-    skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
-    min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
-    states_for: formats of single parameters, a dict from fnmatch patterns of parameter or module names to states, or to
-        a dict of "states" and "master", e.g. {"*embed*": "fp32", "head": {"states": "4bit", "master": "none"}}.
-    step_in_backward: step each parameter when its gradient arrives, and free the gradient; only in one process,
-        without accumulation, clipping by a global norm and GradScaler.
-    offload: "cpu" keeps optimizer states and remainders in pinned host memory: 3 bytes a parameter less on the GPU. The
-        step reads and writes them across the bus and takes as long as that transfer.
-    optimizer_backend: the library that steps if states are "8bit". "fp8stack": its own kernels. "bitsandbytes",
-        "bitsandbytes-paged": bitsandbytes' optimizers, see `fp8stack/optim/bitsandbytes.py`. "auto": bitsandbytes,
-        with a warning, on a GPU without FP8 if it is installed; else fp8stack.
+    Attributes:
+        compute: how Linear layers multiply. "native": FP8 by fp8stack's own layers. "te": FP8 by TransformerEngine.
+            "bf16": bfloat16. "auto": native where the device can, te for recipes that native layers do not have on this
+            device, bf16 with a warning where there is no FP8; the card says which and why.
+        fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2"
+            (E5M2 for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
+        fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "tokenwise": in forward, that
+            of each token of an activation; all else as "current". "rowwise": that of each row of an operand as the
+            product reads it. "delayed": that of the tensor's last `amax_history_len` casts, one a micro-batch.
+            "blockwise": one for each 1×128 of activations and gradients and 128×128 of weights, and of activations in
+            the products that give weights' gradients, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on
+            Blackwell. "auto": "tokenwise" where native layers multiply so, else "current".
+        fp8_margin: with "delayed", scales leave room for 2^margin times the largest magnitude of the history.
+        amax_history_len: with "delayed", how many casts count.
+        amax_compute_algo: with "delayed", whether the "max" of these casts counts, or the "most_recent" one.
+        fp8_fast_accum: True sums forward products with fewer bits (about 14 on Hopper's tensor cores), which is faster.
+            Products of gradients are never summed so. None: False, except with TransformerEngine's "delayed", which
+            always sums fast.
+        select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of
+            input (`fp8stack/nn/select.py`); "all" always does.
+        fuse: True joins RMSNorms and MLPs with the casts around them (`fp8stack/nn/mlp.py`): on a GPU, with native
+            layers, and not for weights that FSDP2 or DeepSpeed hold.
+        fuse_loss: True computes head and loss of transformers' causal language models together, in chunks, without the
+            logits in memory (`fp8stack/nn/deferred_logits.py`). Your own models call `fp8stack.linear_cross_entropy`.
+        matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks), in modules that
+            own them, or that read another's weight, and have a product in their code; True anywhere in the forward
+            pass.
+        head: how the layer that makes logits multiplies (`fp8stack/nn/heads.py`): "fp8", "bf16", or "forward-bf16",
+            logits in bfloat16 and the products of their gradients in FP8, with block scales; where there are none, and
+            with TransformerEngine, that means "bf16". "auto": "forward-bf16" where such a layer is found.
+        first_last: how many blocks at the start, and as many at the end of the model, multiply in bfloat16.
+        wgrad: "bf16" makes the gradients of weights in bfloat16, "fp8" in FP8.
+        precision_for: how single layers multiply: a dict from fnmatch patterns of module names to "fp8",
+            "forward-bf16", "backward-bf16", "wgrad-bf16" or "bf16", e.g. `{"*q_proj": "forward-bf16"}`. The last
+            pattern that matches counts, and overrides `head` and `first_last`; what `wgrad` says is added, except to
+            "fp8".
+        frozen: "fp8" keeps in E4M3, one byte an element, those weights of Linear layers that are frozen
+            (requires_grad=False) when `initialize` is called, as the base of adapters (`fp8stack/nn/frozen.py`).
+        gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
+        states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
+        master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic
+            rounding), or "auto": "split24", but "split32" in parameter groups with a learning rate below 1e-5, whose
+            updates are too small for 24 bits. The rate is the group's at `initialize`, or the "initial_lr" of a
+            scheduler made before.
+        skip: fnmatch patterns of module names to leave entirely as they are, e.g. `("*head",)`.
+        min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
+        states_for: formats of single parameters, a dict from fnmatch patterns of parameter or module names to states,
+            or to a dict of "states" and "master", e.g. `{"*embed*": "fp32", "head": {"states": "4bit", "master":
+            "none"}}`.
+        step_in_backward: step each parameter when its gradient arrives, and free the gradient; only in one process,
+            without accumulation, clipping by a global norm and GradScaler.
+        offload: "cpu" keeps optimizer states and remainders in pinned host memory: 3 bytes a parameter less on the GPU.
+            The step reads and writes them across the bus and takes as long as that transfer.
+        optimizer_backend: the library that steps if states are "8bit". "fp8stack": its own kernels. "bitsandbytes",
+            "bitsandbytes-paged": bitsandbytes' optimizers, see `fp8stack/optim/bitsandbytes.py`. "auto": bitsandbytes,
+            with a warning, on a GPU without FP8 if it is installed; else fp8stack.
     """
 
     level: str

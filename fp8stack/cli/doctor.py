@@ -79,7 +79,7 @@ def draw(data: dict[str, Any]) -> Lines:
         yield f"{found['severity']}: {found['what']}. {found['remedy']}"
     if not gpus:
         yield (
-            "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be "
-            "faster here, only be shown to work."
+            "There is no GPU that torch can use: everything runs on the CPU, where FP8 is\n"
+            "emulated. It will not be faster here, only be shown to work."
         )
     yield "All is well." if data["ok"] else "Something is wrong: see above."

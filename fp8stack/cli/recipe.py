@@ -15,7 +15,7 @@ from fp8stack.levels import CHOICES, LEVELS, OPTIONS, PRESETS, Recipe, recipe_fo
 
 def add_recipe(parser: argparse.ArgumentParser, levels: bool = True) -> None:
     """Add --preset and an option for each field of a recipe, and --opt-level if there are `levels`."""
-    group = parser.add_argument_group("recipe", "fields of fp8stack.Recipe; the level has defaults")
+    group = parser.add_argument_group("recipe", "see https://fp8stack.github.io/fp8stack/options/")
     if levels:
         group.add_argument("--opt-level", default="O2", metavar="|".join(LEVELS))
     group.add_argument("--preset", metavar="|".join(PRESETS))
@@ -26,11 +26,11 @@ def add_recipe(parser: argparse.ArgumentParser, levels: bool = True) -> None:
         elif True in CHOICES.get(field.name, ()):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         elif field.name in CHOICES:
-            group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
+            choices = "|".join(CHOICES[field.name])  # a long list would not fit a terminal
+            group.add_argument(flag, metavar=choices if len(choices) < 45 else "NAME")
         elif field.default == ():
-            values = {"states_for": "=STATES[,MASTER]", "precision_for": "=PRECISION"}
-            formats = values.get(field.name, "")
-            group.add_argument(flag, nargs="+", metavar=f"PATTERN{formats}")
+            values = {"states_for": "=STATES[,MASTER]", "precision_for": "=HOW"}
+            group.add_argument(flag, nargs="+", metavar=f"PATTERN{values.get(field.name, '')}")
         elif isinstance(field.default, int):
             group.add_argument(flag, type=int, metavar="N")
 

@@ -115,8 +115,7 @@ def choose_layers(
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
     unmet = sorted(precision.unmet) if compute != "bf16" else ()
-    idle = "without effect, as no layer is there or another option decides"
-    layers.idle += [f"{reason}: {idle}" for reason in unmet]
+    layers.idle += [f"{x}: no effect, no layer is there or another option decides" for x in unmet]
     if recipe.frozen == "fp8":
         chosen = {m for _, m, _ in layers.gemm}
         layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute)

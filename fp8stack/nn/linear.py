@@ -98,7 +98,8 @@ def bf16_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, layer: str) -> T
     return output if bias is None else output + bias.to(dtype)
 
 
-Fp8Linear, Bf16Linear = mixed_class(Fp8Layer, nn.Linear), mixed_class(Bf16Layer, nn.Linear)
+Fp8Linear = mixed_class(Fp8Layer, nn.Linear)
+Bf16Linear = mixed_class(Bf16Layer, nn.Linear)
 
 
 def fp8_matmul(

@@ -101,6 +101,14 @@ def test_json_has_null_for_what_is_not_finite(capsys):
     assert text.isascii()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_help_names_every_command_and_the_version(capsys):
     for option, names in (
         ("--help", [f"    {name} " for name in COMMANDS]),

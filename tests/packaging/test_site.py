@@ -1,5 +1,6 @@
 """The documentation as a site: every page in it, every link in it leads somewhere, and Markdown that was understood."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from browser import measure_overflow
 from helpers import run_python
 
 import fp8stack
+from fp8stack.integrations import fsdp, msamp
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,10 +37,12 @@ def test_the_site_builds_without_a_warning(site):
         assert not left, f"{name}: {left}"
     reference = (tmp_path / "reference/index.html").read_text()
     shown = {name.rpartition(".")[2] for name in re.findall(r'id="(fp8stack[.\w]+)"', reference)}
-    assert {*fp8stack.__all__, *fp8stack.optim.__all__, *fp8stack.comm.__all__} - shown <= {
-        "__version__",
-        "levels",
-    }
+    parts = (fp8stack, fp8stack.optim, fp8stack.comm, fp8stack.nn, fp8stack.monitor, fsdp, msamp)
+    public = {name for part in parts for name in part.__all__}
+    assert public - shown <= {"__version__", "levels"}
+    options = {field.name for field in dataclasses.fields(fp8stack.Recipe)} - {"level"}
+    assert options <= {*re.findall(r'title="fp8stack.levels.Recipe.(\w+)"', reference)}
+    assert "*q_proj" in reference, "Markdown keeps the stars of patterns"
 
 
 def test_nothing_is_cut_on_a_phone_or_a_laptop(site, tmp_path):
