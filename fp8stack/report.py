@@ -84,7 +84,7 @@ class Report:
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
             f"compute {self.compute} ({self.compute_reason})",
             f"{self.gemm.split()[0]} multiplies {100 * self.share:.0f} % of the matrix parameters (embeddings apart): "
-            f"{len(self.converted)} layers"
+            f"{len(self.converted)} layer{'s' * (len(self.converted) != 1)}"
             + (f", {len(self.bare)} modules of bare parameters" if self.bare else "")
             + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),

@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
         notes.append("--compile was measured on one GPU; with more, gradients and codes may add")
     if isinstance(model, Shape):
         if model.kv_heads != model.heads:
-            notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
+            notes.append("fp32 stores scores: SDPA has no float32 kernel for heads that share keys")
         told: dict[str, Any] = {"shape": asdict(model)}
     else:
         if model.attention == "eager":
-            notes.append("its attention is written out in torch, which keeps scores")
+            notes.append("its attention is written out in torch, which stores scores")
         told = {"active": model.active, "model": model.name}
     data = {"parameters": model.parameters, **told, "setup": asdict(setup), "memory": memory}
     show(options, data | {"precisions": columns, "notes": notes}, draw)
@@ -109,7 +109,7 @@ def draw(data: dict[str, Any]) -> Lines:
         yield f"{column['name']}: {column['brief']}"
     yield "Kinds are each at their largest; the peak is what is held at once."
     if data["memory"]:
-        yield f"What fits is for {size(data['memory'])}."
+        yield f'"fits" is for a GPU with {size(data["memory"])}.'
     for note in data["notes"]:
         yield f"note: {note}"
 

@@ -117,7 +117,7 @@ def test_it_reads_a_config(estimated, tmp_path, capsys):
     assert (
         f"{data['parameters']:,} parameters, {data['active']:,} of them active for a token" in text
     )
-    assert "keeps scores" not in text
+    assert "stores scores" not in text
     refused = {
         ("--hidden", "256"): "--hf-config has the sizes; change ['hidden'] in the file",
         ("--seq", "1025"): "seq=1025, and GPT2LMHeadModel has 1024 positions",
@@ -130,7 +130,7 @@ def test_it_reads_a_config(estimated, tmp_path, capsys):
     written = {**json.loads(config.read_text()), "attn_implementation": "eager"}
     config.write_text(json.dumps(written))
     assert any(
-        "keeps scores" in note for note in estimated(*options, "--opt-level", "O0")[0]["notes"]
+        "stores scores" in note for note in estimated(*options, "--opt-level", "O0")[0]["notes"]
     )
 
 
