@@ -136,7 +136,7 @@ def measure(
         curve.append((step, evaluate(trained, held_out)))
     losses = {"loss_in_bf16": curve[-1][1], "validation": curve}
     if variant.level:
-        fp8stack.initialize(trained, None, "O0", **THROUGHOUT, **variant.options)
+        fp8stack.initialize(trained, None, "O0", **{**THROUGHOUT, **variant.options})
     return {**losses, **chosen, "loss_in_own": evaluate(trained, held_out)}
 
 

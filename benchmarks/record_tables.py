@@ -311,12 +311,16 @@ NOT_SHOWN = {  # as good as another row, or between two others
 }  # fmt: skip
 
 
+def signed(gap: float) -> str:
+    return f"{gap:+.4f}".replace("-", "−")
+
+
 @table("accuracy")
 def trained_model() -> list[str]:
     """Tabulate how far FP8 products move a trained model from bf16; variants of earlier defaults are left out."""
     found = by_variant(read("accuracy", model="smollm2-135m"))
     shown = {v.name: found[v.name] for v in VARIANTS if v.name in found.keys() - NOT_SHOWN}
-    rows = [(name, f"{r['kl']:.4f}", f"+{r['loss_gap']:.4f}") for name, r in shown.items()]
+    rows = [(name, f"{r['kl']:.4f}", signed(r["loss_gap"])) for name, r in shown.items()]
     kl, loss = (max(r[f"{key}_error"] for r in shown.values()) for key in ("kl", "loss_gap"))
     return lines(("options", f"KL(bf16 ‖ FP8), ± {kl:.4f}", f"loss, ± {loss:.4f}"), rows)
 
@@ -351,7 +355,7 @@ def recipes() -> list[str]:
         step, block = whole.get(model), blocks.get(part)
         damage = tuned.get(training, {}).values()
         said = kl.get(accuracy, {})
-        cells = [f"{said['kl']:.4f}", f"{said['loss_gap']:.4f}"] if said else ["", ""]
+        cells = [f"{said['kl']:.4f}", signed(said["loss_gap"])] if said else ["", ""]
         cells += [f"{fmean(damage):.4f} ({len(damage)})" if damage else ""]
         cells += [f"{step['speedup']:.2f}" if step else ""]
         cells += [f"{step['peak_gib']:.1f}" if step else ""]

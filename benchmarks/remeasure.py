@@ -126,9 +126,11 @@ def list_jobs() -> list[Job]:
     for seed in range(3):
         tune, variants = (
             f"fine_tuning.py --wheels {{wheels}} --seeds {seed}",
-            ("bf16", "O0", "O2", "O0, last tenth*", "O0, tuned*"),
+            ("bf16", "O0", "O2", "O0, last tenth*"),
         )
         jobs.append(Job(f"fine-tuning {seed}", 360, tune, variants, timed=False))
+        # tune times layers
+        jobs.append(Job(f"fine-tuning {seed}, tuned", 120, tune, ("bf16", "O0, tuned*")))
     for seed in range(5):  # last: each makes an interval narrower
         for level in ("off", "O0", "O2"):
             run = f"{GPT2} --levels {level} --seeds {seed} --runs {{output}}/gpt2-{level}-{seed}"

@@ -201,11 +201,11 @@ class TransformerEngine(NamedTuple):
 
 def transformer_engine(device: torch.device | str) -> Answer:
     """Is TransformerEngine installed as a whole, and does its FP8 Linear run forward and backward on this device?"""
-    device = indexed(torch.device(device))
-    if device.type != "cuda":
-        return Answer(False, f"TransformerEngine runs on cuda devices, not on {device.type}")
+    if (kind := torch.device(device).type) != "cuda":
+        return Answer(False, f"TransformerEngine runs on cuda devices, not on {kind}")
     if not (installed := te_installation()):
         return installed
+    device = indexed(torch.device(device))
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
     named = f"TransformerEngine {metadata.version('transformer_engine')}"

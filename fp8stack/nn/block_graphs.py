@@ -73,9 +73,7 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     devices = {str(p.device) for block in blocks.values() for p in block.parameters()}
     if len(devices) != 1 or not next(iter(devices)).startswith(block_call.DEVICE):
         found = ", ".join(sorted(devices)) or "no blocks with parameters"
-        raise ModelError(
-            f"graph captures elements of nn.ModuleLists on one GPU, and found {found}."
-        )
+        raise ModelError(f"graph captures elements of nn.ModuleLists on one GPU, not {found}.")
     if any(isinstance(block, Graphed) for block in blocks.values()):
         raise ModelError("the blocks of this model are graphed already.")
     unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in blocks)]

@@ -95,6 +95,7 @@ def choose_layers(
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
         if not (known or experts.is_experts(module)):
             continue
+        # asked for here, so that an option which names a layer that stays in bfloat16 anyway is not called idle
         products, wanted = precision.of(module) if compute != "bf16" else ("", "")
         rows, reason = least.get(name, ALWAYS), unread.get(module) or _unfit(module, compute)
         if by_size and not known and not reason:
@@ -207,9 +208,7 @@ def skipped_modules(
         if not sharded and module not in skipped and any(map(is_sharded, module._parameters.values()))
     }  # fmt: skip
     if split:
-        idle.append(
-            f"{len(split)} sharded modules (DTensor) left to torch: {[*split.values()][:3]}"
-        )
+        idle.append(f"{len(split)} sharded modules (DTensor) are torch's: {[*split.values()][:3]}")
         skipped.update(dict.fromkeys(split, "its parameters are sharded (DTensor)"))
     return skipped, idle
 

@@ -105,9 +105,7 @@ def count(
 ) -> Coverage:
     """Return what multiplies in FP8. `least`: bare parameters of fewer elements do not."""
     inside = {p for _, module, _ in layers.gemm for p in module._parameters.values()}
-    why = {
-        m: reason for name, reason in layers.skipped for m in model.get_submodule(name).modules()
-    }
+    why = {m: told for name, told in layers.skipped for m in model.get_submodule(name).modules()}
     chosen = {  # for bfloat16
         m
         for name, products in layers.in_bf16.items() if products == PRECISIONS["bf16"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+_LOOKS = (("LOAD_ATTR", "device"), ("LOAD_ATTR", "shape"))  # which take no values
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 _OPAQUE = ("torch", "fp8stack.nn.fused_loss")  # whose products are made there as they are to be
 _PRODUCTS = {
@@ -65,7 +66,9 @@ def _owners(code: CodeType) -> set[str]:
     read = [*_instructions(code)]
     triples = zip(read, read[1:], read[2:], strict=False)
     weights = (x for x in triples if (x[1].opname, x[1].argval) == ("LOAD_ATTR", "weight"))
-    return {owner.argval for owner, _, use in weights if use.argval not in ("device", "shape")}
+    names = (x.argval for x, _, use in weights if (use.opname, use.argval) not in _LOOKS)
+    # Python 3.13 loads two variables in one instruction: the last is what the weight is of.
+    return {name[-1] if isinstance(name, tuple) else name for name in names}
 
 
 @lru_cache(4096)

@@ -83,8 +83,11 @@ class Precision:
 
     def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
         self.unmet.add(reason)
+        before = [self._own.get(m, ("", reason)) for m in module.modules()]
         if not alone:
             products = with_products(products, self._default)
+        # an earlier option that asks for the same
+        self.unmet -= {why for asked, why in before if asked == products and why != reason}
         self._own.update(dict.fromkeys(module.modules(), (products, reason)))
 
 

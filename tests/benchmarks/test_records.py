@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import accuracy
 import attention
 import comm
+import common
 import convergence
 import ddp_step
 import end_to_end
@@ -83,7 +84,7 @@ def read(path):
         assert r["value"] is None or isinstance(r["value"], float | int)
         assert all(key in r for key in CONDITIONS)
         assert datetime.datetime.fromisoformat(r["time"]).tzinfo
-        assert r["time"] == records[0]["time"]  # of one run
+        assert r["time"] == common.BEGUN, "one time for a run"
     return records
 
 
@@ -265,6 +266,16 @@ def test_ranks_that_differ_or_die_fail_the_run_and_keep_its_records(
 
 
 # --- what cannot be measured, and what is refused
+
+
+def test_a_fine_tuning_takes_the_options_that_tune_finds(tmp_path, monkeypatch):
+    options, path = {"select": "all", "head": "bf16"}, tmp_path / "records.jsonl"
+    monkeypatch.setattr(
+        fine_tuning.fp8stack, "tune", lambda *_, **__: SimpleNamespace(options=options)
+    )
+    given = [*TINY, *BENCHMARKS[fine_tuning][0], "--only", "bf16", "O0, tuned*"]
+    assert fine_tuning.main([*given, "--output", str(path)]) == 0
+    assert [r.get("options") for r in read(path)] == [None, options] * 2  # seeds
 
 
 def test_what_cannot_be_measured_is_named_and_not_recorded(tmp_path, capsys, monkeypatch):

@@ -523,7 +523,7 @@ def test_fused_blocks_that_occur_twice_and_run_as_they_are(device, replays):
 
 
 def test_models_without_blocks_to_capture_raise(device):
-    told = "graph captures elements of nn.ModuleLists on one GPU, and found"
+    told = "graph captures elements of nn.ModuleLists on one GPU, not"
     with pytest.raises(ModelError, match=f"{told} no blocks with parameters"):
         graph(nn.Linear(2, 2))
     with pytest.raises(ModelError, match=f"{told} meta"):

@@ -544,12 +544,16 @@ class Outer(nn.Module):
 
 
 class Looks(nn.Module):
-    def forward(self, x):
-        return x.to(self.up.weight.device) @ self.down.weight.view(self.up.weight.shape)
+    def forward(self, x, shape):
+        x = x.to(self.up.weight.device) @ self.down.weight.view(self.up.weight.shape)
+        return self.words(x, self.embed) + torch.broadcast_to(self.gate.weight, shape)
+
+    def words(self, x, embed):
+        return x @ embed.weight.t()
 
 
 def test_a_weight_is_read_where_its_values_are():
-    assert owners_read(Looks) == {"down"}
+    assert owners_read(Looks) == {"down", "gate", "embed"}
 
 
 def test_auto_looks_where_parameters_are_multiplied_and_nowhere_else(device):

@@ -206,6 +206,7 @@ def test_histories_learn_where_no_gradient_is_cast():
         ({"precision_for": {"first": "bf16", "*": "fp8"}}, r"'first'\] is 'bf16': no effect"),
         ({"head": "bf16", "precision_for": {"lm_head": "fp8"}}, ""),
         ({"head": "bf16", "skip": ["lm_head"]}, ""),
+        ({"precision_for": {"first": "bf16", "[fl]*": "bf16"}}, ""),
     ],
 )
 def test_what_has_no_effect_is_said(options, told):
