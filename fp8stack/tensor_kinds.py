@@ -28,9 +28,7 @@ def check_dense(
     """Raise `error` for a sparse or complex gradient, which has no FP8 form and which no step here takes."""
     if gradient.is_sparse or gradient.is_complex():
         kind = "sparse" if gradient.is_sparse else "complex"
-        raise error(
-            f"the gradient of {name} is {kind}; fp8stack takes dense real gradients. {remedy}."
-        )
+        raise error(f"the gradient of {name} is {kind}; fp8stack takes dense real ones. {remedy}.")
 
 
 def not_plain(parameter: Tensor) -> str:

@@ -91,12 +91,14 @@ def choose_layers(
     precision = Precision(model, recipe, compute)
     layers.precision, layers.idle = precision, precision.idle
     least = least_rows_of(model) if by_size else {}
+    seen = list[
+        nn.Module
+    ]()  # layers, those that stay as they are too: an option for them is no mistake
     for name, module in model.named_modules():
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
         if not (known or experts.is_experts(module)):
             continue
-        # asked for here, so that an option which names a layer that stays in bfloat16 anyway is not called idle
-        products, wanted = precision.of(module) if compute != "bf16" else ("", "")
+        seen.append(module)
         rows, reason = least.get(name, ALWAYS), unread.get(module) or _unfit(module, compute)
         if by_size and not known and not reason:
             rows = experts.least_rows_of(module)
@@ -106,17 +108,18 @@ def choose_layers(
             if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
                 unread.setdefault(inner, reason)
             continue
+        products, reason = precision.of(module) if compute != "bf16" else ("", "")
         if products not in ("", PRECISIONS["bf16"]) and experts.is_experts(module):
             layers.idle.append(f"experts make no single products in bfloat16: {name} ({products})")
         elif products:
             layers.in_bf16[name] = products
             layers.heads += [name] * (module in precision.heads and "forward" in products)
             if products == PRECISIONS["bf16"]:
-                layers.skipped.append((name, wanted))
+                layers.skipped.append((name, reason))
                 continue
         layers.gemm.append((name, module, None if rows == ALWAYS else rows))
-    unmet = sorted(precision.unmet) if compute != "bf16" else ()
-    layers.idle += [f"{x}: no effect, no layer is there or another option decides" for x in unmet]
+    unmet = precision.unmet(seen) if compute != "bf16" else ()
+    layers.idle += [f"{x}: no effect (no layer there, or another option decides)" for x in unmet]
     if recipe.frozen == "fp8":
         chosen = {m for _, m, _ in layers.gemm}
         layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute)
@@ -135,16 +138,14 @@ def apply_gemms(model: nn.Module, layers: LayerChoices, compute: str, recipe: Re
         module = model.get_submodule(name)
         if in_bf16 == PRECISIONS["bf16"] and not experts.is_experts(module):
             attends = isinstance(module, nn.MultiheadAttention)
-            layer = (
-                (Bf16Attention, nn.MultiheadAttention) if attends else (Bf16Layer, kind_of(module))
-            )
-            mix(module, *layer, layer_name=name)
+            kind: Any = nn.MultiheadAttention if attends else kind_of(module)
+            mix(module, Bf16Attention if attends else Bf16Layer, kind, layer_name=name)
     for name, module, least in layers.gemm:
         weight: Any = module._parameters.get("weight")
         in_bf16 = layers.in_bf16.get(name, "")
         attends = isinstance(module, nn.MultiheadAttention)
         # FSDP2's class may lie over it, and is put back afterwards.
-        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
+        kind = nn.MultiheadAttention if attends else kind_of(module)
         if experts.is_experts(module):
             own = replace(recipe, fp8_recipe="current")
             pair = tuple(Products(own, name, least_rows=least) for _ in range(2))

@@ -26,7 +26,7 @@ TransformerEngine makes all products of a layer alike: a layer that would be onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -46,8 +46,8 @@ class Precision:
         self.idle: list[str] = []  # options without an effect
         self.heads = set[nn.Module]() if recipe.head == "fp8" else find_heads(model)
         self._default = PRECISIONS["wgrad-bf16" if recipe.wgrad == "bf16" else "fp8"]
-        self._own: dict[nn.Module, tuple[str, str]] = {}  # products, and the reason
-        self.unmet = set[str]()  # reasons that no layer has been given yet
+        # what is asked of each module: products, and the reason; the last counts
+        self._asked: dict[nn.Module, list[tuple[str, str]]] = {}
         self._whole = compute == "te"
         if self._whole and self._default:
             self._default = ""
@@ -57,7 +57,6 @@ class Precision:
         head = PRECISIONS["forward-bf16" if recipe.head == "auto" else recipe.head]
         for module in self.heads:
             self._set(module, head, HEAD)
-            self.unmet.clear()  # the model has a head
         if recipe.first_last:
             blocks = [[*each] for _, each in outermost_lists(model)]
             n, told = recipe.first_last, f"first_last={recipe.first_last}"
@@ -77,18 +76,20 @@ class Precision:
 
     def of(self, module: nn.Module) -> tuple[str, str]:
         """Return the products of a layer that are in bfloat16, with spaces between them, and why."""
-        products, reason = self._own.get(module, (self._default, ""))
-        self.unmet.discard(reason)
+        products, reason = self._asked.get(module, [(self._default, "")])[-1]
         return (_ALL if self._whole and products else products), reason
 
+    def unmet(self, layers: Iterable[nn.Module]) -> list[str]:
+        """Return the reasons, `head=` apart, that ask for what none of these layers has."""
+        asked = [self._asked[layer] for layer in layers if layer in self._asked]
+        met = {why for each in asked for products, why in each if products == each[-1][0]}
+        return sorted({why for each in self._asked.values() for _, why in each} - met - {HEAD})
+
     def _set(self, module: nn.Module, products: str, reason: str, alone: bool = False) -> None:
-        self.unmet.add(reason)
-        before = [self._own.get(m, ("", reason)) for m in module.modules()]
         if not alone:
             products = with_products(products, self._default)
-        # an earlier option that asks for the same
-        self.unmet -= {why for asked, why in before if asked == products and why != reason}
-        self._own.update(dict.fromkeys(module.modules(), (products, reason)))
+        for each in module.modules():
+            self._asked.setdefault(each, []).append((products, reason))
 
 
 def with_products(products: str, more: str) -> str:

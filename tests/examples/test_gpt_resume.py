@@ -275,6 +275,7 @@ def test_the_last_steps_are_in_bf16_of_a_resumed_run_too(folder, level, capsys):
     losses = train(folder, **options)
     out = capsys.readouterr().out
     assert out.count("from here on") == out.count(said.format(5)) == 1
+    assert f"FP8 {level}, products in bf16\n" in out
     assert losses[:4] == plain[:4]
     assert all(a != b for a, b in zip(losses[4:], plain[4:], strict=True))
     for step, first in ((2, 5), (4, 5)):

@@ -59,6 +59,14 @@ def test_a_release_has_the_changelogs_section_as_notes(tmp_path, monkeypatch):
         module.notes("v1.1.0")
 
 
+def test_files_that_repeat_a_version_agree():
+    citation, log = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
+    (date,) = re.findall(rf"^## {re.escape(fp8stack.__version__)} - (\S+)$", log, re.M)
+    assert f"\nversion: {fp8stack.__version__}\ndate-released: {date}\n" in citation
+    (ruff,) = re.findall(r'"ruff==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"ruff-pre-commit\n    rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 @pytest.mark.slow
 def test_the_release_workflow_builds_both_and_writes_the_notes(release):
     """By its own commands: see conftest.py."""
