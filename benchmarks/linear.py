@@ -68,7 +68,7 @@ BARS = {"launches": 9, "cpu_us": 120}  # of NATIVE, over the small shape
 VARIANTS = [
     Variant("bf16"),
     *(Variant(f"native {recipe}", "fp8stack", recipe, options={"compute": "native", "select": "all"})
-      for recipe in ("current", "delayed", "blockwise")),
+      for recipe in ("tokenwise", "current", "delayed", "blockwise")),
     Variant("te current", "transformer_engine", "current"),
     Variant("torchao tensorwise", "torchao", "tensorwise"),
 ]  # fmt: skip

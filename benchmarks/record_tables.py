@@ -330,6 +330,7 @@ RECIPES = {  # how accuracy.py, real_models.py, train_step.py and fine_tuning.py
     '`"current"`, `head="fp8"`': ("current, head fp8", "", "", "O0, current, head fp8"),
     '`"current"`': ("current", "O2, current", "native current", ""),
     "default": ("default", "O2", "native tokenwise", "O0"),
+    '`"rowwise"`': ("rowwise", "O2, rowwise", "", ""),
     '`"blockwise"`': ("blockwise", "O2, blockwise", "native blockwise", "O0, blockwise"),
     "default, attention in bf16, `first_last=2`": (
         "default, attention in bf16, first_last=2", "O2, accurate", "", "O0, attention in bf16, first_last=2",
@@ -344,12 +345,7 @@ def recipes() -> list[str]:
     tuned: dict[str, dict[int, float]] = {}  # of each variant and seed, by its last run
     for r in read("fine_tuning", model="smollm2-135m", steps=200, train=["*"]):
         tuned.setdefault(r["variant"], {})[r["params"]["seed"]] = r["value"]
-    (*_, last) = (
-        r for r in read("real_models", model="llama-1b") if r["variant"] == "O2, accurate"
-    )
-    whole = by_variant(
-        r for r in read("real_models", model="llama-1b") if r["time"] == last["time"]
-    )
+    whole = by_variant(read("real_models", model="llama-1b"))  # each beside bf16 of its own run
     blocks, rows = layers(), []
     for words, (accuracy, model, part, training) in RECIPES.items():
         step, block = whole.get(model), blocks.get(part)

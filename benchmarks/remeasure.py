@@ -76,6 +76,7 @@ class Job:
 USUAL = ("bf16", "O0", "O2", "O2 graphed")
 BOTH_COMPILED = ("bf16 compiled", "O2 compiled")
 RECIPES = (
+    "O2",
     "O2, current",
     "O2, head fp8",
     "O2, head bf16",
@@ -104,7 +105,7 @@ def list_jobs() -> list[Job]:
             Job(f"models, {model}", 40 * len(variants), f"real_models.py --model {model}", variants)
         )
     jobs += [
-        Job("models, recipes", 360, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
+        Job("models, recipes", 500, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
         Job("monitor", 90, "monitor_cost.py"),
         Job("host times", 60, "linear.py --model small"),
         Job("tests, kernels", 340, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),

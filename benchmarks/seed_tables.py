@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import fmean, stdev
 
+from gradient_noise import VARIANTS as OF_GRADIENTS
 from intervals import extra_steps, over_seeds
 from record_tables import RESULTS, Record, lines, percent, read
 from training_tables import BASE, LONG_RUNS, Runs, comparable, named
@@ -79,7 +80,10 @@ def steps_to_loss(records: list[Record]) -> list[str]:
     return lines(("", "seeds", "more steps than bf16"), rows)
 
 
-BETWEEN = {"O0, first_last=2", "O0, last fifth in bf16"}  # two other rows
+NOT_SHOWN = {
+    "O0, first_last=2", "O0, last fifth in bf16",  # between two other rows
+    "O0, tuned to 0.007",  # left all layers in bfloat16
+}  # fmt: skip
 
 
 def fine_tuning(records: list[Record]) -> list[str]:
@@ -93,7 +97,7 @@ def fine_tuning(records: list[Record]) -> list[str]:
         found = by_name(own)
         base = found.pop(BASE)
         for variant, runs in found.items():
-            if variant in BETWEEN:
+            if variant in NOT_SHOWN:
                 continue
             off = [r["loss_in_bf16"] - base[seed]["loss_in_bf16"] for seed, r in runs.items()]
             more = [
@@ -112,8 +116,9 @@ def fine_tuning(records: list[Record]) -> list[str]:
 def gradient_noise(records: list[Record]) -> list[str]:
     """Return a row for each variant of gradient_noise.py, of all matrices."""
     found = {r["variant"]: r["kinds"]["all"] for r in records}
-    keys = ("error", "steady", "cosine")
-    rows = [(variant, *(f"{n[key]:.3f}" for key in keys)) for variant, n in found.items()]
+    keys, order = ("error", "steady", "cosine"), [v.name for v in OF_GRADIENTS]
+    shown = sorted(found.keys() - {"current", "default, first_last=2"}, key=order.index)
+    rows = [(v, *(f"{found[v][key]:.3f}" for key in keys)) for v in shown]
     return lines(("", "error / noise", "steady / noise", "cosine"), rows)
 
 

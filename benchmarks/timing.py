@@ -84,6 +84,10 @@ def stopping_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:100]
+
+
 def attempt(work: Callable[[], Numbers]) -> Numbers:
     """Return what `work` returns, or a note on why it cannot be done; free all that it held."""
     if _stopped:
@@ -100,7 +104,12 @@ def attempt(work: Callable[[], Numbers]) -> Numbers:
         return {"note": "skipped: does not fit into the free memory of the device"}
     except Exception as error:  # a peer may fail in any way; the others are still worth measuring
         kind = "not available" if isinstance(error, ConfigError) else type(error).__name__
-        return {"note": f"{kind}: {next(iter(str(error).strip().splitlines()), '')[:100]}"}
+        note, cause = f"{kind}: {first_line(error)}", error
+        while cause.__cause__:
+            cause = cause.__cause__
+        if cause is not error:
+            note += f" ({type(cause).__name__}: {first_line(cause)})"
+        return {"note": note}
     finally:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()

@@ -45,14 +45,15 @@ def test_a_configuration_that_fails_or_is_stopped_does_not_cost_the_others():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    def fail(error):
-        raise error
+    def fail(error, cause=None):
+        raise error from cause
 
     attempt, handler = optimizer_step.attempt, signal.getsignal(signal.SIGTERM)
     too_large = torch.cuda.OutOfMemoryError("2 GiB")
     assert attempt(lambda: fail(too_large))["note"].startswith("skipped: does not fit")
     dumped = RuntimeError("no such kernel\nand a long dump")
     assert attempt(lambda: fail(dumped)) == {"note": "RuntimeError: no such kernel"}
+    assert attempt(lambda: fail(dumped, KeyError("x")))["note"].endswith("kernel (KeyError: 'x')")
     with optimizer_step.stopping_in_order():
         assert attempt(lambda: {"step_ms": 1.0}) == {"step_ms": 1.0}
         assert attempt(be_stopped) == {"note": "the run was stopped"}

@@ -182,37 +182,37 @@ def number(record, field):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.__name__)
-def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, capsys):
-    given, variants = BENCHMARKS[benchmark]
+@pytest.mark.parametrize("program", BENCHMARKS, ids=lambda module: module.__name__)
+def test_records_are_valid_and_their_numbers_plausible(program, tmp_path, capsys):
+    given, variants = BENCHMARKS[program]
     text, path = tmp_path / "text.py", tmp_path / "records.jsonl"
     text.write_text("for x in range(10):\n    print(x)\n" * 200)
     tiny, only, output = TINY, ["--only", *variants], "--output"
-    if benchmark in (convergence, wire_parity, optimizer_accuracy, optimizer_stress):
+    if program in (convergence, wire_parity, optimizer_accuracy, optimizer_stress):
         output = "--out"
-    if benchmark in (convergence, wire_parity):
+    if program in (convergence, wire_parity):
         given = [*given, "--data", str(text)]
-    if benchmark in (comm, resume, optimizer_stress):
+    if program in (comm, resume, optimizer_stress):
         tiny = TINY[:2]
-    if benchmark is optimizer_accuracy:
+    if program is optimizer_accuracy:
         tiny = []
         gradients_of_a_model = {n: torch.randn(4, 8, 192).bfloat16() for n in ("prose", "code")}
         torch.save({"weight": torch.randn(8, 192).bfloat16(), **gradients_of_a_model}, text)
         given = [*given, "--gradients", str(text)]
-    if benchmark is convergence:
+    if program is convergence:
         tiny, only = TINY[2:], ["--peers", "bitsandbytes 8bit"]
-    if benchmark is resume:
+    if program is resume:
         only = ["--only", "tiny/O2"]
-    assert benchmark.main([*tiny, *given, *only, output, str(path)]) == 0
+    assert program.main([*tiny, *given, *only, output, str(path)]) == 0
     records = read(path)
-    assert {r["name"] for r in records} == {benchmark.__name__}
+    assert {r["name"] for r in records} == {program.__name__}
     others = {"bf16 again", "device copy"}  # measured beside, for comparison
     chosen = [r for r in records if r["variant"] not in others]
     assert {r["variant"] for r in chosen} == set(variants)
-    for field, least, most in WITHIN.get(benchmark, ()):
+    for field, least, most in WITHIN.get(program, ()):
         assert all(least <= number(r, field) <= most for r in chosen), field
-    if benchmark in ALIKE:
-        field, off = ALIKE[benchmark]
+    if program in ALIKE:
+        field, off = ALIKE[program]
         (expected,) = (r[field] for r in chosen if r["variant"] == variants[0])
         assert [r[field] for r in chosen] == pytest.approx([expected] * len(chosen), rel=off)
     assert not re.search(r'"failed": [\[{]"', capsys.readouterr().out)
@@ -280,12 +280,12 @@ def test_a_fine_tuning_takes_the_options_that_tune_finds(tmp_path, monkeypatch):
 
 def test_what_cannot_be_measured_is_named_and_not_recorded(tmp_path, capsys, monkeypatch):
     path = tmp_path / "records.jsonl"
-    for benchmark, missing, variant in (
+    for program, missing, variant in (
         (linear, "transformer_engine", "te current"),
         (optimizer_step, "bitsandbytes.optim", "bitsandbytes*"),
     ):
         monkeypatch.setitem(sys.modules, missing, None)
-        benchmark.main([*TINY, "--only", variant, "--output", str(path)])
+        program.main([*TINY, "--only", variant, "--output", str(path)])
         assert f"not installed ({missing[:6]}" in "".join(capsys.readouterr())
         assert read(path) == []
 
@@ -297,7 +297,7 @@ def test_without_a_model_s_package_it_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "given", "message"),
+    ("program", "given", "message"),
     [
         (ddp_step, ["--steps", "0"], "--steps 0: must be at least 1"),
         (linear, ["--model", "gpt5"], "--model gpt5: must be of llama"),
@@ -306,8 +306,8 @@ def test_without_a_model_s_package_it_says_what_to_install(monkeypatch):
         (wire_parity, ["--batch", "5"], "--batch 5: must be a multiple of the 2 ranks"),
     ],
 )
-def test_bad_options_are_refused(benchmark, given, message, capsys):
+def test_bad_options_are_refused(program, given, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        benchmark.main(["--device", "cpu", *given])
+        program.main(["--device", "cpu", *given])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err

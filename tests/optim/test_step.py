@@ -407,16 +407,16 @@ def test_only_parameters_with_a_gradient_are_marked_as_changed(
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_flat_partitions_are_stepped_as_matrices_of_one_row(
-    dtype, kernels, device, through_kernels
+    dtype, kernels, kernel_device, through_kernels
 ):
     """As ZeRO does it: a group at a time, in a list of its own, with the others out of sight.
 
     So each has the noise of the only parameter of an optimizer.
     """
-    through_kernels(kernels or device == "cuda")
+    through_kernels(kernels)
     sizes = (1000, 128 * 9, 300, 200)
-    flat = random_parameters([(n,) for n in sizes], device, dtype)
-    rows = random_parameters([(1, n) for n in sizes], device, dtype)
+    flat = random_parameters([(n,) for n in sizes], kernel_device, dtype)
+    rows = random_parameters([(1, n) for n in sizes], kernel_device, dtype)
     ours = AdamW([{"params": [p], "flat": True} for p in flat], lr=1e-2, **SMALL)
     theirs = [AdamW([row], lr=1e-2, **SMALL) for row in rows]
     groups = ours.param_groups
