@@ -134,6 +134,7 @@ class Tuned:
         kept = sum(x.ms["bf16"] - x.ms[x.precision] for x in self.layers if x.ms)
         within = "within the budget" if self.met else "OVER the budget"
         told = f"the mix costs {self.cost:.5f}, {within} of {self.budget:g}, saves {kept:.3f} ms"
+        told += ": no layer is worth FP8" * all(x.precision == "bf16" for x in self.layers)
         return "\n".join([*lines, told, f"options: {self.options}"])
 
 
@@ -245,8 +246,7 @@ class _Mixes:
             for hook in hooks:
                 hook.remove()
         self.of_loss = loss is not None or self.reference.ndim == 0
-        bad = int((~self.reference.isfinite()).sum())
-        if bad:
+        if bad := int((~self.reference.isfinite()).sum()):
             told = f"the {'loss' if self.of_loss else 'logits'} of this batch in bfloat16 must be finite"
             raise ModelError(
                 f"{told}, and {bad} are NaN or infinite. Look at weights and batch, or give loss=...."

@@ -17,7 +17,7 @@ from fp8stack.capability import Answer
 from fp8stack.cli import machine
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.levels import PRECISIONS
-from fp8stack.tuning import TunedLayer, search, tune
+from fp8stack.tuning import Tuned, TunedLayer, search, tune
 
 BF16 = PRECISIONS["bf16"]
 MS = {"": 1.0, "forward": 2.0, "wgrad": 3.0, "forward wgrad": 3.5, BF16: 4.0}
@@ -140,6 +140,13 @@ def test_the_choice_from_known_numbers():
     assert search(layers, 1e-9, measure)[0]["cheap"] == "forward-bf16"
     # what is not chosen is over the budget alone
     assert search(layers, 0.01, lambda mix: 0.5)[1] == 0.5
+
+
+def test_where_no_layer_is_faster_in_fp8_it_is_said():
+    slow = layer("slow", 0.0, 5.0)
+    for slow.precision, said in (("fp8", False), ("bf16", True)):
+        told = str(Tuned({}, 0.0, 1.0, True, "KL", "H200", [slow]))
+        assert ("no layer is worth FP8" in told) is said
 
 
 @pytest.mark.parametrize("blocks", [3, 12])
