@@ -108,6 +108,8 @@ def list_jobs() -> list[Job]:
         Job("models, recipes", 500, "real_models.py --model llama-1b", ("bf16", *RECIPES)),
         Job("monitor", 90, "monitor_cost.py"),
         Job("host times", 60, "linear.py --model small"),
+        Job("layer shapes", 180, "layer_shapes.py --ways alone forward-bf16"),
+        Job("layer shapes, compiled", 360, "layer_shapes.py --ways after-a-norm"),
         Job("tests, kernels", 340, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),
         Job(
             "tests, others",
@@ -136,6 +138,9 @@ def list_jobs() -> list[Job]:
         for level in ("off", "O0", "O2"):
             run = f"{GPT2} --levels {level} --seeds {seed} --runs {{output}}/gpt2-{level}-{seed}"
             jobs.append(Job(f"long, GPT-2 {level} {seed}", 340, run, timed=False))
+            if level != "off":  # most of its layers are too small to be in FP8 by default
+                every = f"{run}-all --flag select=all"
+                jobs.append(Job(f"long, GPT-2 {level} {seed}, all", 340, every, timed=False))
     return jobs
 
 
