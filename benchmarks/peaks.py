@@ -34,6 +34,8 @@ NOT_KEPT = (
     "2026-11-25T15:00"  # records from then on are of layers that keep no codes until the step
 )
 SELECTED = "2026-11-26T10:14"  # before, layers of all sizes were in FP8
+FUSED = "2026-11-26T16:04"  # before, MLPs were in single layers
+NARROW = "2026-11-28T22:30"  # before, compiled layers with float32 inputs were in FP8 more often
 SHARDINGS = {"zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp", "accelerate ddp": "ddp"}
 
 
@@ -91,16 +93,19 @@ def _kept_codes(record: dict[str, Any], precision: Precision) -> bool:
 
 def _as_then(precision: Precision, record: dict[str, Any]) -> Precision:
     """Return the precision with what was its default when the record was made."""
-    if precision.recipe is None or record.get("time", SELECTED) >= SELECTED:
+    if precision.recipe is None:
         return precision
-    return replace(precision, recipe=replace(precision.recipe, select="all"))
+    time, select, fuse = record.get("time", FUSED), precision.recipe.select, precision.recipe.fuse
+    select, fuse = "all" if time < SELECTED else select, fuse and time >= FUSED
+    return replace(precision, recipe=replace(precision.recipe, select=select, fuse=fuse))
 
 
 def _steps() -> Iterator[Peak]:
     """Forward and backward of train_step.py, from bfloat16 weights."""
 
     def level(**given: str) -> Precision:
-        return at_level(recipe_for("O0", skip=["head"], select="all", **given), torch.bfloat16)
+        recipe = recipe_for("O0", skip=["head"], select="all", fuse=False, **given)
+        return at_level(recipe, torch.bfloat16)
 
     precisions = {"bf16": Precision("bf16", torch.bfloat16, False)}
     for recipe in ("current", "blockwise"):
@@ -203,10 +208,11 @@ def _training() -> Iterator[Peak]:
         precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
             Options(p["model"], opt_level=variant, compute=compute or "native", **flags).recipe()
         )
-        if _kept_codes(record, precision):
+        compiled = p.get("compile", False)
+        chosen = compiled and precision.recipe is not None and record["time"] < NARROW
+        if chosen or _kept_codes(record, precision):
             continue
         micro = p.get("micro_batch", p["batch"])
-        compiled = p.get("compile", False)
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"], compile=compiled)
         name = f"training {p['model']} {named(record)}" + ", compiled" * compiled
         yield Peak(name, shape, _as_then(precision, record), setup, record["peak_gib"])

@@ -221,8 +221,7 @@ class Products:
 
     def pays(self, x: Tensor, rows: int | None = None) -> bool:
         """Return whether `x` [..., in] is multiplied in FP8; `rows`: if those of x are not what counts."""
-        compiled = torch.compiler.is_compiling() or self.graphed
-        return pays(x, self.least_rows, compiled, rows)
+        return pays(x, self.least_rows, self.graphed, rows)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}{f', in bf16: {self.in_bf16}' * bool(self.in_bf16)}"

@@ -215,7 +215,7 @@ class _Mode(TorchFunctionMode):
         if x.is_cuda and self.bare.recipe.select == "auto":
             rows, cols = weight.shape[-2:]
             least = _least_rows(rows, cols) if turned else _least_rows(cols, rows)
-            if not pays(inputs[0], least, torch.compiler.is_compiling()):
+            if not pays(inputs[0], least):
                 return TOO_FEW
         if weight.dim() == 2:
             return self._matrix(x, weight, turned, bias)
@@ -233,7 +233,7 @@ class _Mode(TorchFunctionMode):
             return "fp8stack.finish was called"
         if x.is_cuda and self.bare.recipe.select == "auto" and stack.dtype is not torch.float32:
             experts, rows, cols = stack.shape
-            if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
+            if not pays(x, _least_rows(rows, cols, 1, experts)):
                 return TOO_FEW
         products = self.bare.products_of(_parameter_of(stack), True)
         return grouped.multiply_some(x, stack, offs, products, self.train)

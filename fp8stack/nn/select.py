@@ -22,9 +22,10 @@ they cast: 2.6e-6 µs × rows × hidden, measured over [12608, 4096] with GELU. 
 Solved for the rows, that is the number of rows from which on a layer multiplies in FP8. It is computed once, when the
 model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more, because its launches keep the host
 busy for longer, which costs time unless the GPU is behind; a fused MLP, which makes three times as many as a layer,
-`HOST_OF_MLP`. Those margins are chosen, not measured. Under torch.compile and in CUDA graphs there are none. Sizes that
-are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So are products
-of float32 without autocast.
+`HOST_OF_MLP`. Those margins are chosen, not measured. Under torch.compile and in CUDA graphs there are none. Inductor
+casts a float32 input in the kernel that makes it, which takes no time: under torch.compile the third term is left out.
+Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So
+are products of float32 without autocast.
 
 Experts of transformers (`experts.py`) count pairs of token and expert, and all their matrices are cast, whoever has
 tokens. A pair saves more than its products do, since nothing else of it goes through memory in bfloat16 either: 3e-9 ×
@@ -56,12 +57,12 @@ TOO_SMALL = 'bfloat16 is faster at this size, however many rows; select="all" ta
 
 
 class LeastRows(NamedTuple):
-    """From how many rows of input on a layer multiplies in FP8; infinity: never."""
+    """From how many rows of input on a layer multiplies in FP8; infinity: never. "graphed": in a CUDA graph."""
 
     narrow: float  # input in bfloat16 or float16
     wide: float  # in float32, under autocast
-    narrow_compiled: float
-    wide_compiled: float
+    narrow_graphed: float  # and under torch.compile, whatever the input's dtype
+    wide_graphed: float
 
 
 ALWAYS, NEVER = LeastRows(*[0] * 4), LeastRows(*[math.inf] * 4)
@@ -134,11 +135,11 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
 
 
 def pays(
-    x: Tensor, least: LeastRows | None, compiled: bool = False, rows: int | None = None
+    x: Tensor, least: LeastRows | None, graphed: bool = False, rows: int | None = None
 ) -> bool:
     """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
 
-    `compiled`: its launches cost the host no time, as in a CUDA graph. `rows`: if those of x are not what counts.
+    `graphed`: it is launched in a CUDA graph. `rows`: if those of x are not what counts.
     """
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
@@ -146,7 +147,8 @@ def pays(
     if wide and not autocast_is_on(x):
         return True
     rows = x.numel() // max(x.shape[-1], 1) if rows is None else rows
-    return rows >= least[wide + 2 * compiled]
+    compiled = torch.compiler.is_compiling()
+    return rows >= least[(wide and not compiled) + 2 * (compiled or graphed)]
 
 
 def describe(least: LeastRows, pairs: bool = False) -> str:
@@ -155,6 +157,4 @@ def describe(least: LeastRows, pairs: bool = False) -> str:
         return f"fp8 from {least.narrow:,.0f} pairs of token and expert on"
     if least.narrow < math.inf:
         return f"fp8 from {least.narrow:,.0f} rows of input on ({least.wide:,.0f} in float32)"
-    if least.wide < math.inf:
-        return f"bf16; fp8 from {least.wide:,.0f} rows of float32 input on"
-    return f"bf16; fp8 where compiled, from {min(least):,.0f} rows on"
+    return f"bf16; fp8 from {least.wide:,.0f} rows of float32 input on (not compiled)"

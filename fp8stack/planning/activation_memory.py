@@ -16,6 +16,7 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | float32, `enable_gqa=True`  | q, k and v for each head, scores                | 4 (4 q + heads × sequence) |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
+| fused feed-forward         | gate and up, or up; no codes for down            | 2 c f, or c f             |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
 
 Scales of blocks, the second terms, are native layers' of squares, TransformerEngine's of rows; others keep none.
@@ -35,8 +36,7 @@ c V, and two statistics. The logits' gradient is written over them; an FP8 head 
 or 2.06 V with scales of blocks. The loss then no longer hides what a feed-forward block's backward holds beside all
 blocks: gradients of its inside and of the residual stream.
 
-Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); no fused
-blocks, the default on a GPU, which keep one or two tensors of the feed-forward's size less.
+Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs).
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ def activations(
     precision: Precision,
     fp8: frozenset[str],
     seq: int,
-    sharded_bf16: bool = False,
+    sharded: bool = False,
     compile: bool = False,
 ) -> Activations:
     """Return what a token keeps, of a sequence of `seq`.
 
     fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
-    sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
+    sharded: ranks share the weights: autocast stands for FSDP2's or DeepSpeed's mixed precision, bfloat16 throughout.
     compile: torch.compile has the whole model.
     """
-    r = 2 if sharded_bf16 else precision.weights.itemsize
-    c = 2 if precision.autocast or sharded_bf16 else r
-    blockwise = precision.recipe is not None and precision.recipe.fp8_recipe == "blockwise"
-    te = precision.recipe is not None and precision.recipe.compute == "te"
+    r = 2 if sharded and precision.autocast else precision.weights.itemsize
+    c, recipe = 2 if precision.autocast else r, precision.recipe
+    blockwise = recipe is not None and recipe.fp8_recipe == "blockwise"
+    te = recipe is not None and recipe.compute == "te"
+    fused = recipe is not None and recipe.fuse and recipe.fp8_recipe not in ("blockwise", "rowwise")
     code = 1 + 4 / (BLOCK if te else BLOCK * BLOCK) * blockwise
 
     def inputs(width: int, *layers: str, kept: bool = False) -> float:
@@ -103,10 +104,12 @@ def activations(
     each = c * shape.head_dim + statistics
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
-    mlp = inputs(h, *(first + name for name in up))
-    mlp += (1 + (2 - compile) * shape.gated) * c * f + inputs(f, f"{first}down_proj")
+    mlp = inputs(h, *(first + name for name in up)) + c * f * (1 + shape.gated)
+    joined = {f"{first}{name}" for name in (*up, "down_proj")} <= fp8
+    if not (joined and fused) or te or sharded:
+        mlp += c * f * (shape.gated and not compile) + inputs(f, f"{first}down_proj")
     v, head = shape.vocab, "head" in fp8
-    in_blocks = blockwise or (precision.recipe is not None and precision.recipe.head != "fp8")
+    in_blocks = blockwise or (recipe is not None and recipe.head != "fp8")
     return Activations(
         block=round(2 * norm + attention + mlp),
         inputs=r * h,

@@ -36,7 +36,8 @@ gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradien
 and FSDP2.
 
 With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rule of `nn/select.py` for
-single layers and the tokens of a micro-batch. A model of transformers is measured with all of them in FP8.
+single layers and the tokens of a micro-batch, and a feed-forward whose layers are all in FP8 is fused. A model of
+transformers is measured with all of them in FP8, and without fused blocks.
 
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Where layers go over to FP8 at more tokens, and so take
 fewer bytes, a micro-batch somewhat larger than `largest_batch` says may fit. Compiled models that ranks share are
@@ -168,7 +169,7 @@ def _selected(shape: Shape, precision: Precision, setup: Setup) -> Precision:
     wide &= setup.sharding in _WHOLE
     left = {}
     for name, size in sizes.items():
-        column = 2 * setup.compile + (wide and name not in ("o_proj", "down_proj"))
+        column = 2 if setup.compile else int(wide and name not in ("o_proj", "down_proj"))
         if tokens < least_rows(*size)[column]:
             left["head" if name == "head" else f"*.{name}"] = "bf16"
     return replace(
@@ -195,8 +196,7 @@ def _by_formula(
     fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
     copies = parts["weight copies"] = _weight_copies(stays, shape, precision, setup, compiled)
     tokens, again = setup.batch * setup.seq, setup.checkpointing
-    sharded = not whole and precision.autocast
-    each = activations(shape, precision, stays.fp8, setup.seq, sharded, compiled)
+    each = activations(shape, precision, stays.fp8, setup.seq, not whole, compiled)
     kept = tokens * (shape.layers * (each.inputs if again else each.block) + each.end + each.loss)
     block = tokens * each.block * again
     alone = tokens * (each.inputs * again + each.block)

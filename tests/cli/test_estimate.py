@@ -77,12 +77,12 @@ def test_compiled_models_keep_less(estimated, capsys):
     assert data["setup"]["compile"]
     for name in ("bf16", "8bit", "O0", "O1", "O2"):
         assert compiled[name]["bytes"]["activations"] <= plain[name]["bytes"]["activations"]
-        assert compiled[name]["peak"] < 0.9 * plain[name]["peak"]
+        assert compiled[name]["peak"] < plain[name]["peak"]
     assert main(["estimate", *options, "--compile"]) == 0
     assert "4 × 4096 tokens, compile." in capsys.readouterr().out
     assert not any("measured on one GPU" in note for note in data["notes"])
     data, _ = estimated(*options, "--compile", "--ranks", "2", "--fsdp", "--fuse")
-    for told in ("measured on one GPU", "--fuse changes nothing"):
+    for told in ("measured on one GPU", "--fuse counts where"):
         assert any(told in note for note in data["notes"])
 
 
