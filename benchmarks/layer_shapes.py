@@ -1,15 +1,15 @@
 """At which shapes is an FP8 layer faster than a bf16 one? The GPU's time of forward and backward, shape by shape.
 
-    python benchmarks/layer_shapes.py                      # all shapes, two minutes
+    python benchmarks/layer_shapes.py                      # all shapes in all ways, some nine minutes
     python benchmarks/layer_shapes.py --rows 8192 12608 --ways alone
 
 A layer has bfloat16 weights, as at O2, and runs under bf16's autocast. It is captured in a CUDA graph, so the host's
 time does not count. `share` layers read one input, as the projections of attention do; FP8 casts it once. Ways:
 
 - alone.
-- after-a-norm: torch.compile sees the layer and an RMSNorm of float32 in front of it, whose output in bfloat16 costs it
-  nothing where the layer wants that.
-- forward-bf16: a head, whose output is in bfloat16 and whose gradient has block scales.
+- after-a-norm, of FEW_ROWS: torch.compile sees the layer and an RMSNorm of float32 in front of it, whose output in
+  bfloat16 costs it nothing where the layer wants that.
+- forward-bf16, of FEW_ROWS too: a head, whose output is in bfloat16 and whose gradient has block scales.
 
 `gain` is how many µs FP8 saves a layer; `nn/select.py` has a formula for it. Limits: random numbers, and an L2 cache
 that nothing else uses, which holds small operands from one replay to the next.

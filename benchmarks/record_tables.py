@@ -273,7 +273,8 @@ def layer_shapes() -> list[str]:
     rows = []
     for k, n in SHAPES:
         found = read("layer_shapes", k=k, n=n, share=1, x="bfloat16", bias=False)
-        values = {r["params"]["rows"]: r["value"] for r in found}
+        alone = (r for r in found if r["variant"] in ("current", "alone"))
+        values = {r["params"]["rows"]: r["value"] for r in alone}
         rows.append((f"{k} → {n}", *(f"{values[m]:.2f}" for m in heads)))
     return lines(("× bf16, by rows of input", *(f"{m:,}" for m in heads)), rows)
 

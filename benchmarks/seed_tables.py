@@ -117,7 +117,7 @@ def gradient_noise(records: list[Record]) -> list[str]:
     """Return a row for each variant of gradient_noise.py, of all matrices."""
     found = {r["variant"]: r["kinds"]["all"] for r in records}
     keys, order = ("error", "steady", "cosine"), [v.name for v in OF_GRADIENTS]
-    shown = sorted(found.keys() - {"current", "default, first_last=2"}, key=order.index)
+    shown = sorted(found.keys() - {"current"}, key=order.index)
     rows = [(v, *(f"{found[v][key]:.3f}" for key in keys)) for v in shown]
     return lines(("", "error / noise", "steady / noise", "cosine"), rows)
 

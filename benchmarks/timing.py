@@ -105,7 +105,7 @@ def attempt(work: Callable[[], Numbers]) -> Numbers:
     except Exception as error:  # a peer may fail in any way; the others are still worth measuring
         kind = "not available" if isinstance(error, ConfigError) else type(error).__name__
         note, cause = f"{kind}: {first_line(error)}", error
-        while cause.__cause__:
+        while cause.__cause__ and cause.__cause__ is not error:
             cause = cause.__cause__
         if cause is not error:
             note += f" ({type(cause).__name__}: {first_line(cause)})"

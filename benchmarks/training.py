@@ -293,10 +293,7 @@ def cross(run: Run, gpu: int, record: Record, options: argparse.Namespace) -> No
 
 
 def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
-    """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig.
-
-    With `fuse` too that is of a model that is not fused, as passes that the monitor samples are.
-    """
+    """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig."""
     if any(getattr(config, name) != DEFAULTS[name] for name in NOT_ESTIMATED):
         return None
     batch, micro = MODELS[config.model], int(config.micro_batch)

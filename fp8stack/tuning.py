@@ -134,7 +134,8 @@ class Tuned:
         kept = sum(x.ms["bf16"] - x.ms[x.precision] for x in self.layers if x.ms)
         within = "within the budget" if self.met else "OVER the budget"
         told = f"the mix costs {self.cost:.5f}, {within} of {self.budget:g}, saves {kept:.3f} ms"
-        told += ": no layer is worth FP8" * all(x.precision == "bf16" for x in self.layers)
+        slower = all(x.gain <= 0 and x.cheapest == "bf16" for x in self.layers if x.ms)
+        told += ": no layer is faster in FP8" * slower
         return "\n".join([*lines, told, f"options: {self.options}"])
 
 

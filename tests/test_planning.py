@@ -16,7 +16,7 @@ import fp8stack
 from fp8stack.errors import ConfigError
 from fp8stack.levels import recipe_for
 from fp8stack.memory import measure
-from fp8stack.nn.select import least_rows_of
+from fp8stack.nn.select import least_rows_of, least_rows_of_mlp
 from fp8stack.planning import (
     BASELINES,
     LLAMA,
@@ -60,7 +60,8 @@ def train(config, precision, steps=1, layer_norm=False):
     if precision.recipe is not None:
         given = {k: v for k, v in vars(precision.recipe).items() if k != "level" and v is not None}
         model, optimizer = fp8stack.initialize(model, optimizer, precision.recipe.level, **given)
-        fp8stack.nn.fuse(model)  # as `initialize` does on a GPU
+        if precision.recipe.fuse:
+            fp8stack.nn.fuse(model)  # as `initialize` does on a GPU
     ids = torch.randint(config.vocab, (config.batch, config.sequence))
     saved = {}
     sizes = {t.shape for p in model.parameters() if p.ndim > 1 for t in (p, p.t())}
@@ -120,25 +121,33 @@ def test_blocks_are_counted_once_and_multiplied():
 
 
 def test_layers_that_are_faster_in_bfloat16_keep_its_activations():
-    """Of GPT-2's layers those stay out of FP8 whose input is in bfloat16; of few tokens, or compiled, all do."""
+    """Of GPT-2's layers those stay out of FP8 whose input is in bfloat16; of few tokens all do.
+
+    Compiled, or of ranks that share the model, all inputs are. MLPs that are fused are in FP8 there.
+    """
     own = {"gated": False, "rms": False, "bias": True, "tied": True, "joint_qkv": True}
     shape = Shape(12, 768, 12, 12, 3072, 50_304, **own, positions=1024)
     fast = Setup(128, 1024)
 
-    def kept(setup, **options):
-        return estimate(shape, at_level(recipe_for("O0", **options)), setup).parts["activations"]
+    def kept(setup, fuse=False, **options):
+        precision = at_level(recipe_for("O0", fuse=fuse, **options))
+        return estimate(shape, precision, setup).parts["activations"]
 
     named = {"*.o_proj": "bf16", "*.down_proj": "bf16"}
     by_name = kept(fast, select="all", precision_for=named)
     assert (
         kept(fast, select="all") < by_name == kept(fast) < kept(fast, precision_for={"*": "bf16"})
     )
-    # ranks that share a model have it in bfloat16, and so the inputs of all of these layers
-    shared = replace(fast, ranks=4, sharding="fsdp")
-    for setup in (Setup(1, 128), replace(fast, compile=True), shared):
+    shared, compiled = replace(fast, ranks=4, sharding="fsdp"), replace(fast, compile=True)
+    for setup in (Setup(1, 128), compiled, shared):
         assert kept(setup) == kept(setup, precision_for={"*": "bf16"}) > kept(setup, select="all")
+    attention = dict.fromkeys(("*.[qkvo]_proj", "head"), "bf16")
+    fused = kept(compiled, fuse=True, select="all", precision_for=attention)
+    assert fused == kept(compiled, fuse=True) < kept(compiled)
+    assert kept(shared, fuse=True) == kept(shared)
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["single", "fused"])
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_layers_that_are_faster_in_bfloat16_keep_its_activations():
     ],
     ids=["keys shared", "as wide", "joint"],
 )
-def test_layers_left_in_bfloat16_are_those_that_a_model_leaves(shape, weights, compile):
+def test_layers_left_in_bfloat16_are_those_that_a_model_leaves(shape, weights, compile, fuse):
     h, q, kv, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
     attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
     if shape.joint_qkv:
@@ -160,12 +169,16 @@ def test_layers_left_in_bfloat16_are_those_that_a_model_leaves(shape, weights, c
         blocks = [nn.ModuleDict({n: nn.Linear(*s) for n, s in b.items()}) for b in (attention, mlp)]
         model = nn.ModuleList([*blocks, nn.ModuleDict({"head": nn.Linear(h, shape.vocab)})])
     least = {name.rpartition(".")[2]: rows for name, rows in least_rows_of(model).items()}
-    precision, seen = at_level(recipe_for("O0"), weights), set()
+    if fuse:
+        names = [f"{name}_proj" for name in ("gate", "up", "down") if f"{name}_proj" in mlp]
+        least |= dict.fromkeys(names, least_rows_of_mlp([mlp[name][::-1] for name in names]))
+    precision, seen = at_level(recipe_for("O0", fuse=fuse), weights), set()
     for tokens in [2**n for n in range(7, 20)]:
         found = _selected(shape, precision, Setup(1, tokens, compile=compile)).recipe.precision_for
         left = {pattern.removeprefix("*.") for pattern, how in found if how == "bf16"}
         for name, rows in least.items():
-            wide = weights is torch.float32 and name not in ("o_proj", "down_proj")
+            narrow = name == "o_proj" or (name == "down_proj" and not fuse)
+            wide = weights is torch.float32 and not narrow
             assert (name in left) == (tokens < rows[2 if compile else wide]), (name, tokens)
         seen.add(frozenset(left))
     assert len(seen) > 2
@@ -192,6 +205,9 @@ COMPUTED = [
     Precision("bfloat16", torch.bfloat16, False), BASELINES["fp32"], BASELINES["bf16"],
     at_level(recipe_for("O0"), torch.bfloat16), at_level(recipe_for("O0", skip=["head"])), at_level(recipe_for("O2")),
     at_level(recipe_for("O2", fp8_recipe="blockwise")), at_level(recipe_for("O2", compute="bf16")),
+    *(at_level(recipe_for("O0", **given)) for given in (  # with which no MLP is fused
+        {"fp8_format": "e5m2"}, {"precision_for": {"*.down_proj": "forward-bf16"}}, {"fuse": False},
+    )),
 ]  # fmt: skip
 SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
 
@@ -222,7 +238,7 @@ def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
         for heads in (shape.heads, shape.kv_heads):
             x = torch.randn(1, heads, shape.head_dim, requires_grad=True)
             torch.nn.functional.layer_norm(x, (shape.head_dim,))
-    a, b = (activations(s, BASELINES["fp32"], frozenset(), 16).block for s in (shape, whole))
+    a, b = (activations(s, BASELINES["fp32"], {}, 16).block for s in (shape, whole))
     assert b - a == sum(t.nbytes for t in saved)
 
 

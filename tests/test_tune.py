@@ -102,7 +102,7 @@ def precisions(model, options):
 
 def layer(name, cost, fp8, forward=None, bf16=4.0):
     ms = {"fp8": fp8, "bf16": bf16} | ({} if forward is None else {"forward-bf16": forward})
-    return TunedLayer(name, cost=cost, calls=1, ms=ms)
+    return TunedLayer(name, cost=cost, calls=1, ms=ms, precision="bf16")
 
 
 def test_the_choice_from_known_numbers():
@@ -143,10 +143,10 @@ def test_the_choice_from_known_numbers():
 
 
 def test_where_no_layer_is_faster_in_fp8_it_is_said():
-    slow = layer("slow", 0.0, 5.0)
-    for slow.precision, said in (("fp8", False), ("bf16", True)):
-        told = str(Tuned({}, 0.0, 1.0, True, "KL", "H200", [slow]))
-        assert ("no layer is worth FP8" in told) is said
+    slow, dear = layer("slow", 0.0, 5.0), layer("dear", 9.0, 1.0)
+    for layers, said in (([slow], True), ([slow, dear], False)):
+        told = str(Tuned({}, 0.0, 1.0, True, "KL", "H200", layers))
+        assert ("no layer is faster in FP8" in told) is said
 
 
 @pytest.mark.parametrize("blocks", [3, 12])

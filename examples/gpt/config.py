@@ -287,7 +287,7 @@ class Config:
     def recipe(self) -> Recipe | None:
         """Return what `fp8stack.initialize` is asked for; None: it is not called."""
         level, options = self.fp8_options()
-        return level and recipe_for(level, **options)
+        return level and recipe_for(level, **{"fuse": self.fuse} | options)
 
     def model_config(self, vocab: int, fp8: bool = True) -> ModelConfig:
         """Return the model to build for data of `vocab` tokens; `fp8`: products are, where the options say so.

@@ -128,7 +128,6 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     places += [conflicts.ACCUMULATION] if options.accumulate else []
     for recipe in recipes:
         conflicts.refuse_conflicts(recipe, *places)
-    notes += ["--fuse counts where ranks do not share weights"] * bool(options.fuse)
     if recipes[0].frozen == "fp8":
         raise ConfigError("--frozen fp8: an estimate trains all of a model. Use fp8stack plan.")
     if options.gpu and divmod(GPUS[options.gpu][1], 10) < FP8_CAPABILITY:

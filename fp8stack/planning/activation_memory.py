@@ -41,9 +41,11 @@ Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8stack.formats import BLOCK
+from fp8stack.kernels.reference.cast import ALIGNMENT
 
 from .decoder_shape import Shape
 from .resident_memory import Precision
@@ -63,17 +65,28 @@ class Activations(NamedTuple):
     at_block: int
 
 
+def fuses(shape: Shape, precision: Precision, sharded: bool) -> bool:
+    """Return whether `initialize` joins the layers of a feed-forward, where it puts all of them into FP8 (`nn/mlp.py`).
+
+    sharded: ranks share the weights.
+    """
+    recipe, odd = precision.recipe, shape.bias and (shape.hidden | shape.ffn) % ALIGNMENT
+    if recipe is None or recipe.compute == "te" or recipe.fp8_format == "e5m2" or sharded or odd:
+        return False
+    return recipe.fuse and recipe.fp8_recipe not in ("blockwise", "rowwise")
+
+
 def activations(
     shape: Shape,
     precision: Precision,
-    fp8: frozenset[str],
+    fp8: Mapping[str, str],
     seq: int,
     sharded: bool = False,
     compile: bool = False,
 ) -> Activations:
     """Return what a token keeps, of a sequence of `seq`.
 
-    fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
+    fp8: the Linear layers in FP8, by name as in `shape.skeleton()`, with what products of theirs are in bfloat16.
     sharded: ranks share the weights: autocast stands for FSDP2's or DeepSpeed's mixed precision, bfloat16 throughout.
     compile: torch.compile has the whole model.
     """
@@ -81,7 +94,6 @@ def activations(
     c, recipe = 2 if precision.autocast else r, precision.recipe
     blockwise = recipe is not None and recipe.fp8_recipe == "blockwise"
     te = recipe is not None and recipe.compute == "te"
-    fused = recipe is not None and recipe.fuse and recipe.fp8_recipe not in ("blockwise", "rowwise")
     code = 1 + 4 / (BLOCK if te else BLOCK * BLOCK) * blockwise
 
     def inputs(width: int, *layers: str, kept: bool = False) -> float:
@@ -105,8 +117,8 @@ def activations(
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
     mlp = inputs(h, *(first + name for name in up)) + c * f * (1 + shape.gated)
-    joined = {f"{first}{name}" for name in (*up, "down_proj")} <= fp8
-    if not (joined and fused) or te or sharded:
+    joined = all(fp8.get(f"{first}{name}") == "" for name in (*up, "down_proj"))
+    if not (joined and fuses(shape, precision, sharded)):
         mlp += c * f * (shape.gated and not compile) + inputs(f, f"{first}down_proj")
     v, head = shape.vocab, "head" in fp8
     in_blocks = blockwise or (recipe is not None and recipe.head != "fp8")

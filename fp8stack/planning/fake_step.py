@@ -156,9 +156,7 @@ class _Live(TorchDispatchMode):
             if tensor.requires_grad:  # behind the hook that makes an FP8 gradient of it
                 tensor.register_post_accumulate_grad_hook(self.note_gradient)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in filter(lambda leaf: isinstance(leaf, Tensor), tree_leaves(output)):
             for storage in (part.untyped_storage() for part in inner_tensors(tensor)):
@@ -184,9 +182,7 @@ class _Live(TorchDispatchMode):
 class _GpuAttention(TorchFunctionMode):
     """Calls what a GPU calls for attention, and for grouped products of float32, whose fake takes bfloat16 alone."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -199,9 +195,7 @@ class _GpuAttention(TorchFunctionMode):
 class CudaAutocast(TorchFunctionMode):
     """Makes float32 of what CUDA's autocast makes float32, where a CPU's is on."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
             if func is F.cross_entropy:

@@ -35,9 +35,9 @@ Under ZeRO a model is in bfloat16 and masters are float32 partitions, or bfloat1
 gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradients are FP8 on the wire only under ZeRO
 and FSDP2.
 
-With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rule of `nn/select.py` for
-single layers and the tokens of a micro-batch, and a feed-forward whose layers are all in FP8 is fused. A model of
-transformers is measured with all of them in FP8, and without fused blocks.
+With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rules of `nn/select.py` and
+the tokens of a micro-batch; feed-forwards are fused where `initialize` fuses them. A model of transformers is measured
+with all of its layers in FP8, and without fused blocks.
 
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Where layers go over to FP8 at more tokens, and so take
 fewer bytes, a micro-batch somewhat larger than `largest_batch` says may fit. Compiled models that ranks share are
@@ -56,9 +56,9 @@ import torch
 from fp8stack.errors import ConfigError
 from fp8stack.levels import check_choice
 from fp8stack.nn.casts import FEW_ROWS
-from fp8stack.nn.select import least_rows
+from fp8stack.nn.select import least_rows, least_rows_of_mlp
 
-from .activation_memory import activations
+from .activation_memory import activations, fuses
 from .decoder_shape import Shape, check_sizes
 from .hugging_face import HuggingFaceModel
 from .resident_memory import Precision, Resident, resident
@@ -135,8 +135,7 @@ def estimate(model: Model, precision: Precision, setup: Setup) -> Estimate:
     stays = _resident_of(model, precision, setup.accumulate)
     parts = _share(stays, model, precision, setup)
     always, gathered, reducing = _communication(stays, model, precision, setup)
-    if in_buckets:
-        always = 0  # gradients lie in the buckets of comm.DataParallel
+    always *= not in_buckets  # gradients lie in the buckets of comm.DataParallel
     early = parts["gradients"] if setup.accumulate or in_buckets else 0
     parts["communication"] = always + gathered + reducing
     if isinstance(model, Shape):
@@ -159,22 +158,23 @@ def _selected(shape: Shape, precision: Precision, setup: Setup) -> Precision:
     h, q, kv, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
     # layers of attention, or of a feed-forward, with as many inputs are taken to share them
     own, up = (1 if shape.joint_qkv else 3) + (q == h), 1 + shape.gated + (f == h)
-    if shape.joint_qkv:
-        sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (h, q + 2 * kv, own))
-    else:
-        sizes = {"q_proj": (h, q, own), "k_proj": (h, kv, own), "v_proj": (h, kv, own)}
+    qs, kvs = (q + 2 * kv,) * 2 if shape.joint_qkv else (q, kv)
+    sizes = {"q_proj": (h, qs, own), "k_proj": (h, kvs, own), "v_proj": (h, kvs, own)}
     sizes |= dict.fromkeys(("gate_proj", "up_proj"), (h, f, up)) | {"head": (h, shape.vocab, 1)}
     sizes |= {"o_proj": (q, h, own if q == h else 1), "down_proj": (f, h, up if f == h else 1)}
+    rules = {name: least_rows(*size) for name, size in sizes.items()}
+    if fused := fuses(shape, precision, setup.sharding not in _WHOLE):
+        least = least_rows_of_mlp([(f, h)] * (1 + shape.gated) + [(h, f)])
+        rules |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), least)
     # norms give float32 where the weights that compute are, attention and activations what products give
-    wide &= setup.sharding in _WHOLE
+    wide &= setup.sharding in _WHOLE and not setup.compile
     left = {}
-    for name, size in sizes.items():
-        column = 2 if setup.compile else int(wide and name not in ("o_proj", "down_proj"))
-        if tokens < least_rows(*size)[column]:
+    for name, least in rules.items():
+        narrow = name == "o_proj" or (name == "down_proj" and not fused)
+        if tokens < least[2 * setup.compile + (wide and not narrow)]:
             left["head" if name == "head" else f"*.{name}"] = "bf16"
-    return replace(
-        precision, recipe=replace(recipe, precision_for=(*recipe.precision_for, *left.items()))
-    )
+    chosen = replace(recipe, precision_for=(*recipe.precision_for, *left.items()))
+    return replace(precision, recipe=chosen)
 
 
 def _by_formula(
@@ -227,9 +227,7 @@ def _by_a_pass(
     if setup.compile or compute == "te":
         told = "compute='te'" if compute == "te" else "compile=True"
         remedy = "Leave it out, or give --sizes of a decoder that is as large"
-        raise ConfigError(
-            f"{told} is counted by a formula, which {model.name} has none of. {remedy}."
-        )
+        raise ConfigError(f"{told} is counted by a formula. {model.name} has none. {remedy}.")
     if setup.sharding not in _WHOLE and precision.autocast:  # in bfloat16 throughout
         precision = replace(precision, weights=torch.bfloat16, autocast=False)
     held = model.held(precision, setup.batch, setup.seq, setup.checkpointing)

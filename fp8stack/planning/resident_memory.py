@@ -73,7 +73,8 @@ class Resident:
     bytes: dict[str, int]
     codes: int  # bytes of the weights' FP8 codes in one layout
     largest: int  # bytes of the largest gradient, in its parameter's dtype
-    fp8: frozenset[str]  # names of Linear layers that multiply in FP8
+    # Linear layers that multiply in FP8, which is their weight's gradient at least, and what they do not.
+    fp8: dict[str, str]
 
 
 def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
@@ -98,7 +99,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     counted = dict.fromkeys(KINDS, 0)
     for part, nbytes in use_after_step(model, optimizer, decisions, accumulate).bytes.items():
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
-    codes, fp8 = 0, []
+    codes, fp8 = 0, dict[str, str]()
     for name, (module, own, key) in fp8_products(model).items():
         if recipe is None or not key:
             continue
@@ -106,7 +107,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
             weight = module.get_parameter(key)
             codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
         if "wgrad" not in own.in_bf16:
-            fp8.append(name)
+            fp8[name] = own.in_bf16
     for module in model.modules():
         copied = precision.autocast or isinstance(module, Bf16Layer)
         if copied and kind_of(module) and not isinstance(module, Fp8Layer):
@@ -116,7 +117,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         moved = ("masters", "m", "v")
         counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}
     largest = max((p.nbytes for p in model.parameters() if p.requires_grad), default=0)
-    return Resident(counted, codes, largest, frozenset(fp8))
+    return Resident(counted, codes, largest, fp8)
 
 
 def at_the_level(
