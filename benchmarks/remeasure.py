@@ -111,6 +111,7 @@ def list_jobs() -> list[Job]:
         Job("host times", 60, "linear.py --model small"),
         Job("layer shapes", 180, "layer_shapes.py --ways alone forward-bf16"),
         Job("layer shapes, compiled", 360, "layer_shapes.py --ways after-a-norm"),
+        Job("layer shapes, mlp", 300, "layer_shapes.py --ways mlp compiled-mlp"),
         Job("tests, kernels", 340, f"{ONE} {' '.join(f'tests/{f}' for f in APART)}", timed=False),
         Job(
             "tests, others",

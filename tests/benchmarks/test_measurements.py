@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import ddp_step
 import gradients
+import layer_shapes
 import memory
 import models
 import optimizer_step
@@ -59,6 +60,25 @@ def test_a_configuration_that_fails_or_is_stopped_does_not_cost_the_others():
         assert attempt(be_stopped) == {"note": "the run was stopped"}
         assert attempt(lambda: {"step_ms": 1.0}) == {"note": "not begun: the run was stopped"}
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("way", layer_shapes.WAYS)
+def test_layers_of_every_shape_and_way_can_be_timed(way, monkeypatch):
+    """On a CPU, without a graph: both ways run, and FP8's is what is said."""
+    kinds = []
+
+    def run(step):
+        with torch.profiler.profile() as profile:
+            step()
+        kinds.append({event.key for event in profile.key_averages()})
+        return 1.0
+
+    monkeypatch.setattr(layer_shapes, "time_graph", run)
+    cell = layer_shapes.list_cells([8192], [way])[-1]._replace(rows=64, k=128, n=256)
+    mlp = way in (layer_shapes.MLP, layer_shapes.COMPILED_MLP)
+    found = (layer_shapes.measure_mlp if mlp else layer_shapes.measure)(cell, "cpu")
+    assert found["gain_us"] == 0
+    assert [any("fp8" in key.lower() for key in keys) for keys in kinds] == [False, True]
 
 
 def test_bytes_are_of_the_tensors_inside_and_shared_ones_count_once():
