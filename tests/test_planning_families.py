@@ -91,6 +91,7 @@ def train(model, precision, device="cpu"):
     optimizer = torch.optim.AdamW(trained.parameters())
     if precision.recipe is not None:
         trained, optimizer = fp8stack.initialize(trained, optimizer, precision.recipe.level)
+        fp8stack.nn.fuse(trained)  # as `initialize` does on a GPU
     own = {t.untyped_storage() for t in (*trained.parameters(), *trained.buffers())}
     saved = (
         weakref.WeakSet()
@@ -205,7 +206,11 @@ def test_storages_are_counted_while_they_live():
 
 def test_checkpointing_sharing_and_sums_of_gradients(described):
     model = described("llama", num_hidden_layers=3, vocab_size=64)
-    for precision in (BASELINES["bf16"], O2):
+    apart = at_level(recipe_for("O2", fuse=False))
+    setup = Setup(seq=64, ranks=4, sharding="fsdp")  # where nothing is fused
+    assert estimate(model, O2, setup).parts == estimate(model, apart, setup).parts
+    assert estimate(model, O2, Setup(seq=64)).peak < estimate(model, apart, Setup(seq=64)).peak
+    for precision in (BASELINES["bf16"], apart):
         of = {name: estimate(model, precision, Setup(seq=64, **given)) for name, given in {
             "plain": {}, "again": {"checkpointing": True}, "sum": {"accumulate": True},
             "fsdp": {"ranks": 4, "sharding": "fsdp"}, "zero2": {"ranks": 4, "sharding": "zero2"},

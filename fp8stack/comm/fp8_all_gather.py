@@ -39,9 +39,7 @@ Places = Sequence[tuple[int, int]]  # start and size, of the last dimension
 class Allocates:
     """Gives FSDP2 memory for the inputs and outputs of its collectives, as its interfaces for them require."""
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input or an output."""
         return torch.empty(size, dtype=dtype, device=device)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from fp8stack.formats import FLOATS
 from fp8stack.kernels import ops
@@ -31,7 +32,7 @@ from .bf16_storage import autocast_is_on
 from .mixin import TESTED, Fused, fuse_modules, run_with
 from .notes import note
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def fuse_norms(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:

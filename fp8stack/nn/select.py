@@ -69,17 +69,15 @@ class LeastRows(NamedTuple):
 ALWAYS, NEVER = LeastRows(*[0] * 4), LeastRows(*[math.inf] * 4)
 
 
-def least_rows(
-    in_features: int, out_features: int, sharing: int = 1, experts: int = 1
-) -> LeastRows:
-    """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read.
+def least_rows(in_features: int, out_features: int, share: int = 1, experts: int = 1) -> LeastRows:
+    """Return from which number of rows on FP8 is faster, for a layer whose input `share` layers read.
 
     With `experts`, for a product grouped over them, by the rows of all together.
     """
     size = in_features * out_features
     if in_features % 8 or out_features % 8:
         return ALWAYS
-    a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
+    a_row = PRODUCTS * size - CASTS * (in_features / share + out_features)
     return _solve(a_row, WIDE * in_features, WEIGHT * size * experts + LAUNCHES, HOST)
 
 
@@ -135,21 +133,19 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     }
 
 
-def pays(
-    x: Tensor, least: LeastRows | None, graphed: bool = False, rows: int | None = None
-) -> bool:
-    """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
+def pays(x: Tensor, rule: LeastRows | None, graphed: bool = False, rows: int | None = None) -> bool:
+    """Return whether a layer with this rule (None: always) multiplies `x` [..., in_features] in FP8.
 
     `graphed`: it is launched in a CUDA graph. `rows`: if those of x are not what counts.
     """
-    if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
+    if rule is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not autocast_is_on(x):
         return True
     rows = x.numel() // max(x.shape[-1], 1) if rows is None else rows
     compiled = torch.compiler.is_compiling()
-    return rows >= least[(wide and not compiled) + 2 * (compiled or graphed)]
+    return rows >= rule[(wide and not compiled) + 2 * (compiled or graphed)]
 
 
 def describe(least: LeastRows, pairs: bool = False) -> str:

@@ -20,9 +20,9 @@ a GPU, but for two:
   `CudaAutocast` adds these. `pow` in GPT-2's activation puts out twice the bytes for it.
 
 Limits: a model that looks at values (`.item()`, loops over the experts that were hit) cannot run, and is refused. What
-a kernel uses inside itself is not seen. All layers that can multiply in FP8 do so, and no blocks are fused, as on a
-CPU; a GPU has `select="auto"` and `fuse=True`. cuDNN's attention, and `nn.RMSNorm`, which is one kernel on a GPU and
-several on a CPU, keep a tensor more or less in a block.
+a kernel uses inside itself is not seen. All layers that can multiply in FP8 do so, as on a CPU; a GPU has
+`select="auto"`. cuDNN's attention, and an `nn.RMSNorm` that is not fused, which is one kernel on a GPU and several on a
+CPU, keep a tensor more or less in a block.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8stack.errors import ModelError, first_line
+from fp8stack.nn.mlp import fuse
 from fp8stack.tensor_kinds import inner_tensors
 
 from .resident_memory import Precision, at_the_level
@@ -101,6 +102,8 @@ def measure_step(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that fake storages have no address
             at_the_level(model, torch.optim.AdamW(model.parameters()), recipe, _CPU)
+        if recipe.fuse:
+            fuse(model)  # as on a GPU
     live = _Live(model)
     try:
         with warnings.catch_warnings(), mode, _GpuAttention(), CudaAutocast(), live:

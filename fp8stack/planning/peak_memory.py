@@ -37,7 +37,7 @@ and FSDP2.
 
 With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rules of `nn/select.py` and
 the tokens of a micro-batch; feed-forwards are fused where `initialize` fuses them. A model of transformers is measured
-with all of its layers in FP8, and without fused blocks.
+with all of its layers in FP8.
 
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Where layers go over to FP8 at more tokens, and so take
 fewer bytes, a micro-batch somewhat larger than `largest_batch` says may fit. Compiled models that ranks share are
@@ -228,8 +228,10 @@ def _by_a_pass(
         told = "compute='te'" if compute == "te" else "compile=True"
         remedy = "Leave it out, or give --sizes of a decoder that is as large"
         raise ConfigError(f"{told} is counted by a formula. {model.name} has none. {remedy}.")
-    if setup.sharding not in _WHOLE and precision.autocast:  # in bfloat16 throughout
-        precision = replace(precision, weights=torch.bfloat16, autocast=False)
+    if setup.sharding not in _WHOLE:  # where nothing is fused
+        recipe = precision.recipe and replace(precision.recipe, fuse=False)
+        kind = torch.bfloat16 if precision.autocast else precision.weights  # throughout
+        precision = replace(precision, recipe=recipe, weights=kind, autocast=False)
     held = model.held(precision, setup.batch, setup.seq, setup.checkpointing)
     parts["weight copies"], parts["activations"] = 0, held.kept  # which has them
     parts["temporary"] = max(held.forward, *(most for most, _ in held.backward)) - held.kept
