@@ -5,7 +5,9 @@ import weakref
 from contextlib import nullcontext
 
 import pytest
+import real_models
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig
 
@@ -56,7 +58,7 @@ FAMILIES = {
     "vit": {**TEXT, **NO_DROPOUT, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
 BF16 = Precision("bfloat16", torch.bfloat16, False)
-O0, O2 = at_level(recipe_for("O0")), at_level(recipe_for("O2"))
+O0, O2 = (at_level(recipe_for(level, select="all")) for level in ("O0", "O2"))
 
 
 @pytest.fixture
@@ -90,7 +92,8 @@ def train(model, precision, device="cpu"):
     trained = real(model, precision.weights).to(device)
     optimizer = torch.optim.AdamW(trained.parameters())
     if precision.recipe is not None:
-        trained, optimizer = fp8stack.initialize(trained, optimizer, precision.recipe.level)
+        level = precision.recipe.level
+        trained, optimizer = fp8stack.initialize(trained, optimizer, level, select="all")
         fp8stack.nn.fuse(trained)  # as `initialize` does on a GPU
     own = {t.untyped_storage() for t in (*trained.parameters(), *trained.buffers())}
     saved = (
@@ -187,6 +190,21 @@ def test_attention_is_what_a_gpu_calls(described):
     assert described("gpt_oss").attention == "eager"
 
 
+@pytest.mark.parametrize("name", ["llama-1b", "gpt2", "t5-base"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_real_model_takes_what_was_measured(name, level, tmp_path):
+    """The default, of which a GPU leaves some layers in bfloat16 and fuses others."""
+    made = real_models.MODELS[name]
+    config = getattr(transformers, made.config)(**made.sizes)
+    config.save_pretrained(tmp_path)
+    found = estimate(
+        HuggingFaceModel(tmp_path), at_level(recipe_for(level)), Setup(made.batch, made.length)
+    )
+    records = map(json.loads, real_models.RESULTS.read_text().splitlines())
+    of = [r for r in records if (r["variant"], r["params"]["model"]) == (level, name)]
+    assert found.peak / 2**30 == pytest.approx(of[-1]["peak_gib"], rel=0.05)
+
+
 def test_storages_are_counted_while_they_live():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU())
@@ -206,10 +224,14 @@ def test_storages_are_counted_while_they_live():
 
 def test_checkpointing_sharing_and_sums_of_gradients(described):
     model = described("llama", num_hidden_layers=3, vocab_size=64)
-    apart = at_level(recipe_for("O2", fuse=False))
+    apart = at_level(recipe_for("O2", select="all", fuse=False))
     setup = Setup(seq=64, ranks=4, sharding="fsdp")  # where nothing is fused
     assert estimate(model, O2, setup).parts == estimate(model, apart, setup).parts
     assert estimate(model, O2, Setup(seq=64)).peak < estimate(model, apart, Setup(seq=64)).peak
+    # layers of this size are in bfloat16 on a GPU, unless select="all" is given
+    auto, bf16 = (at_level(recipe_for("O2", fuse=False, compute=c)) for c in ("auto", "bf16"))
+    parts = [estimate(model, p, Setup(seq=64)).parts["activations"] for p in (auto, bf16, apart)]
+    assert parts[0] == parts[1] > parts[2]
     for precision in (BASELINES["bf16"], apart):
         of = {name: estimate(model, precision, Setup(seq=64, **given)) for name, given in {
             "plain": {}, "again": {"checkpointing": True}, "sum": {"accumulate": True},

@@ -19,10 +19,12 @@ a GPU, but for two:
 - Autocast on a GPU makes float32 of what goes into a list of functions, and a CPU's list lacks most of them.
   `CudaAutocast` adds these. `pow` in GPT-2's activation puts out twice the bytes for it.
 
+As on a GPU, MLPs and RMSNorms are fused, and `select="auto"` leaves layers in bfloat16.
+
 Limits: a model that looks at values (`.item()`, loops over the experts that were hit) cannot run, and is refused. What
-a kernel uses inside itself is not seen. All layers that can multiply in FP8 do so, as on a CPU; a GPU has
-`select="auto"`. cuDNN's attention, and an `nn.RMSNorm` that is not fused, which is one kernel on a GPU and several on a
-CPU, keep a tensor more or less in a block.
+a kernel uses inside itself is not seen. Experts multiply in FP8 whatever the number of tokens. cuDNN's attention, and
+an `nn.RMSNorm` that is not fused, which is one kernel on a GPU and several on a CPU, keep a tensor more or less in a
+block.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8stack.errors import ModelError, first_line
+from fp8stack.nn.attention import fp8_products
 from fp8stack.nn.mlp import fuse
+from fp8stack.nn.select import least_rows_of
 from fp8stack.tensor_kinds import inner_tensors
 
 from .resident_memory import Precision, at_the_level
@@ -99,11 +103,14 @@ def measure_step(
     if precision.recipe is not None:
         recipe = replace(precision.recipe, offload="none", step_in_backward=False)
         recipe = replace(recipe, optimizer_backend="auto")  # none of which changes a pass
+        rules = least_rows_of(model) if recipe.select == "auto" else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that fake storages have no address
             at_the_level(model, torch.optim.AdamW(model.parameters()), recipe, _CPU)
+        for name, (_, products, _) in fp8_products(model).items():  # as on a GPU
+            products.least_rows = rules.get(name.removesuffix(".key").removesuffix(".value"))
         if recipe.fuse:
-            fuse(model)  # as on a GPU
+            fuse(model)
     live = _Live(model)
     try:
         with warnings.catch_warnings(), mode, _GpuAttention(), CudaAutocast(), live:
@@ -124,10 +131,9 @@ def measure_step(
         told = f"{what} does not run on tensors without data ({first_line(error)})"
         remedy = "Its activations cannot be counted; `fp8stack estimate --sizes` has a decoder's"
         raise ModelError(f"{told}. {remedy}.") from error
-    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    unreached = tuple(name for name, p in named if p not in live.reached)
-    gradients = max(live.gradients, 1)
-    passed = tuple((most - had, had / gradients) for most, had in live.passed)
+    learns = model.named_parameters()
+    unreached = tuple(n for n, p in learns if p.requires_grad and p not in live.reached)
+    passed = tuple((most - had, had / max(live.gradients, 1)) for most, had in live.passed)
     return Held(kept, forward, passed, unreached)
 
 

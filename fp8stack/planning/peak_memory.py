@@ -36,8 +36,7 @@ gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradien
 and FSDP2.
 
 With `select="auto"` layers of a shape are in FP8 where a GPU would have them there, by the rules of `nn/select.py` and
-the tokens of a micro-batch; feed-forwards are fused where `initialize` fuses them. A model of transformers is measured
-with all of its layers in FP8.
+the tokens of a micro-batch; feed-forwards are fused where `initialize` fuses them.
 
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Where layers go over to FP8 at more tokens, and so take
 fewer bytes, a micro-batch somewhat larger than `largest_batch` says may fit. Compiled models that ranks share are

@@ -71,19 +71,17 @@ class Fp8Reduction:
             for name, owner in self._owners.items()
         }
 
-    def _reduce(
-        self, tensor: Tensor, average: bool, group: Any, ranks: float | None = None
-    ) -> Tensor:
-        """Add up over a group, in place; for an average divide by `ranks`.
+    def _reduce(self, tensor: Tensor, mean: bool, group: Any, ranks: float | None = None) -> Tensor:
+        """Add up over a group, in place; for a mean divide by `ranks`.
 
         Its default is the group's size, where ranks that share a sequence count as one. Experts are divided by the size
         of data parallelism, which may be larger than their group.
         """
         self.calls += 1
-        comm.all_reduce(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+        comm.all_reduce(tensor, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group)
         size = dist.get_world_size(group)
         ranks = ranks or size / self._engine.sequence_parallel_size
-        if average and ranks != size:
+        if mean and ranks != size:
             tensor.mul_(size / ranks)
         return tensor
 
