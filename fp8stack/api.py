@@ -113,12 +113,13 @@ def decide(
     gathered_on: torch.device | None = None,
     notes: Sequence[str] = (),
     planned_for: torch.device | None = None,
+    like_gpu: bool = False,
 ) -> Decisions:
     """Check everything and decide what happens to layers and states; raise as `initialize` does.
 
     gathered_on: the device on which sharded weights are gathered. The caller then stores the weights itself.
     notes: fallbacks that the caller knows of.
-    planned_for: the device that a model on the meta device is planned for.
+    planned_for: the device that a model on the meta device is planned for. like_gpu: choose layers as on a GPU.
     """
     known, sharded = model in _MODELS, gathered_on is not None
     home = conversion.check_model(model, recipe, known, sharded, bool(planned_for))
@@ -147,7 +148,7 @@ def decide(
     quantized = {p for p in large & owned if p.requires_grad}
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
-    on_gpu = compute == "native" and device.type == "cuda"
+    on_gpu = compute == "native" and (device.type == "cuda" or like_gpu)
     by_size = on_gpu and recipe.select == "auto"
     layers = choose_layers(model, stored, skipped, quantized, by_size, compute)
     coverage = count(model, layers, bare, skipped, recipe.min_numel)

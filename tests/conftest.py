@@ -90,6 +90,14 @@ def choose_kernels(monkeypatch):
     forget()
 
 
+@pytest.fixture
+def by_size(monkeypatch):
+    """Let select="auto" choose layers, which helpers.py takes away."""
+    from fp8stack.nn import convert, select
+
+    monkeypatch.setattr(convert, "least_rows_of", select.least_rows_of)
+
+
 @pytest.fixture(scope="module")
 def frozen():
     """Spare the many collections of a file what exists when it begins: torch's objects alone take 0.1 s each time."""

@@ -190,19 +190,20 @@ def test_attention_is_what_a_gpu_calls(described):
     assert described("gpt_oss").attention == "eager"
 
 
-@pytest.mark.parametrize("name", ["llama-1b", "gpt2", "t5-base"])
+@pytest.mark.parametrize("name", ["llama-1b", "gpt2", "t5-base", "vit-l"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_real_model_takes_what_was_measured(name, level, tmp_path):
+def test_a_real_model_takes_what_was_measured(name, level, tmp_path, by_size):
     """The default, of which a GPU leaves some layers in bfloat16 and fuses others."""
     made = real_models.MODELS[name]
     config = getattr(transformers, made.config)(**made.sizes)
     config.save_pretrained(tmp_path)
-    found = estimate(
-        HuggingFaceModel(tmp_path), at_level(recipe_for(level)), Setup(made.batch, made.length)
-    )
+    model = HuggingFaceModel(tmp_path)
+    setup = Setup(made.batch, made.length or model.positions)
+    found = estimate(model, at_level(recipe_for(level)), setup)
     records = map(json.loads, real_models.RESULTS.read_text().splitlines())
-    of = [r for r in records if (r["variant"], r["params"]["model"]) == (level, name)]
-    assert found.peak / 2**30 == pytest.approx(of[-1]["peak_gib"], rel=0.05)
+    same = {"model": name, "batch": made.batch, "tokens": made.tokens}
+    of = [r for r in records if r["variant"] == level and r["params"] == same and r["peak_gib"]]
+    assert found.peak / 2**30 == pytest.approx(of[-1]["peak_gib"], rel=0.02)
 
 
 def test_storages_are_counted_while_they_live():
@@ -222,7 +223,7 @@ def test_storages_are_counted_while_they_live():
     assert held.moments(256)["backward"] >= 256
 
 
-def test_checkpointing_sharing_and_sums_of_gradients(described):
+def test_checkpointing_sharing_and_sums_of_gradients(described, by_size):
     model = described("llama", num_hidden_layers=3, vocab_size=64)
     apart = at_level(recipe_for("O2", select="all", fuse=False))
     setup = Setup(seq=64, ranks=4, sharding="fsdp")  # where nothing is fused
@@ -231,7 +232,7 @@ def test_checkpointing_sharing_and_sums_of_gradients(described):
     # layers of this size are in bfloat16 on a GPU, unless select="all" is given
     auto, bf16 = (at_level(recipe_for("O2", fuse=False, compute=c)) for c in ("auto", "bf16"))
     parts = [estimate(model, p, Setup(seq=64)).parts["activations"] for p in (auto, bf16, apart)]
-    assert parts[0] == parts[1] > parts[2]
+    assert parts[1] > parts[0] != parts[2]  # which share bfloat16 copies of an input
     for precision in (BASELINES["bf16"], apart):
         of = {name: estimate(model, precision, Setup(seq=64, **given)) for name, given in {
             "plain": {}, "again": {"checkpointing": True}, "sum": {"accumulate": True},

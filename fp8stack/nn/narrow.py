@@ -28,11 +28,12 @@ from fp8stack.kernels.reference.widen import MOST
 from .bf16_storage import output_dtype
 from .casts import Products, in_backward
 from .notes import note, noted
+from .rmsnorm import PLAIN
 
 
 def narrowed(x: Tensor, products: Products) -> Tensor:
     """Return `x`, float32, in autocast's dtype if layers share it; else `x` itself, for autocast to cast."""
-    if products.alone > 1 or x.is_leaf or type(x) is not Tensor or not torch.is_grad_enabled():
+    if products.alone > 1 or x.is_leaf or type(x) not in PLAIN or not torch.is_grad_enabled():
         return x
     # how the layer multiplies that came first, and the copies that are left
     first, copies = noted(x, "narrow") or (None, [])

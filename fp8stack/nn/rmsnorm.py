@@ -32,7 +32,7 @@ from .bf16_storage import autocast_is_on
 from .mixin import TESTED, Fused, fuse_modules, run_with
 from .notes import note
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def fuse_norms(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
@@ -69,8 +69,8 @@ def _eps_of(module: nn.Module) -> float | None:
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Can the kernel stand in for the module's own forward?"""
     return (
-        type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        type(x) in PLAIN
+        and type(weight) in PLAIN
         and x.dtype is weight.dtype
         and x.dtype in FLOATS
         and x.device == weight.device
@@ -122,7 +122,7 @@ def _offset_of(module: nn.Module) -> float | None:
         or owned.keys() != {"weight"}
         or module._buffers
         or module._modules
-        or type(weight) not in _PLAIN
+        or type(weight) not in PLAIN
         or weight.dtype not in FLOATS
         or weight.dim() != 1
         or not 0 < len(weight) <= MOST_COLS

@@ -22,9 +22,9 @@ a GPU, but for two:
 As on a GPU, MLPs and RMSNorms are fused, and `select="auto"` leaves layers in bfloat16.
 
 Limits: a model that looks at values (`.item()`, loops over the experts that were hit) cannot run, and is refused. What
-a kernel uses inside itself is not seen. Experts multiply in FP8 whatever the number of tokens. cuDNN's attention, and
-an `nn.RMSNorm` that is not fused, which is one kernel on a GPU and several on a CPU, keep a tensor more or less in a
-block.
+a kernel uses inside itself is not seen. Products by bare parameters are in bfloat16. Of at most `FEW_ROWS` tokens the
+codes of weights are kept, as in one process, also where there will be several. cuDNN's attention, and an `nn.RMSNorm`
+that is not fused, which is one kernel on a GPU and several on a CPU, keep a tensor more or less in a block.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fp8stack.api import carry_out, decide
 from fp8stack.errors import ModelError, first_line
-from fp8stack.nn.attention import fp8_products
-from fp8stack.nn.mlp import fuse
-from fp8stack.nn.select import least_rows_of
 from fp8stack.tensor_kinds import inner_tensors
 
-from .resident_memory import Precision, at_the_level
+from .resident_memory import Precision
 
 _CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
@@ -103,38 +101,38 @@ def measure_step(
     if precision.recipe is not None:
         recipe = replace(precision.recipe, offload="none", step_in_backward=False)
         recipe = replace(recipe, optimizer_backend="auto")  # none of which changes a pass
-        rules = least_rows_of(model) if recipe.select == "auto" else {}
+        optimizer = torch.optim.AdamW(model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that fake storages have no address
-            at_the_level(model, torch.optim.AdamW(model.parameters()), recipe, _CPU)
-        for name, (_, products, _) in fp8_products(model).items():  # as on a GPU
-            products.least_rows = rules.get(name.removesuffix(".key").removesuffix(".value"))
-        if recipe.fuse:
-            fuse(model)
+            decisions = decide(model, optimizer, recipe, planned_for=_CPU, like_gpu=True)
+            carry_out(model, optimizer, decisions)
     live = _Live(model)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast)
     try:
-        with warnings.catch_warnings(), mode, _GpuAttention(), CudaAutocast(), live:
+        with warnings.catch_warnings(), mode, _GpuAttention(), CudaAutocast():
             warnings.simplefilter("ignore")
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast):
-                output = run(model)
-                output = getattr(output, "loss", output)
-            ends = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-            del output
-            forward, kept = live.most, live.bytes
-            live.most = kept
-            # `backward` would leave the modes of functions, which checkpointing needs to make activations again
-            back: Any = torch.autograd.graph._engine_run_backward
-            ones = tuple(torch.ones_like(end) for end in ends)
-            back(tuple(ends), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            live.note_gradient(None)
+            with autocast:
+                run(model)  # a first time, from which layers know with whom they share an input
+            with live:
+                with autocast:
+                    output = run(model)
+                    output = getattr(output, "loss", output)
+                ends = tuple(t for t in tree_leaves(output) if getattr(t, "requires_grad", False))
+                del output
+                forward, kept, live.most = live.most, live.bytes, live.bytes
+                # `backward` would leave the modes of functions, which checkpointing needs to make activations again
+                back: Any = torch.autograd.graph._engine_run_backward
+                ones = tuple(torch.ones_like(end) for end in ends)
+                back(ends, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+                live.note_gradient(None)
     except Exception as error:  # of any model's code, or of an operator without a fake
         told = f"{what} does not run on tensors without data ({first_line(error)})"
         remedy = "Its activations cannot be counted; `fp8stack estimate --sizes` has a decoder's"
         raise ModelError(f"{told}. {remedy}.") from error
-    learns = model.named_parameters()
-    unreached = tuple(n for n, p in learns if p.requires_grad and p not in live.reached)
+    named = model.named_parameters()
+    lost = tuple(n for n, p in named if p.requires_grad and p not in live.reached)
     passed = tuple((most - had, had / max(live.gradients, 1)) for most, had in live.passed)
-    return Held(kept, forward, passed, unreached)
+    return Held(kept, forward, passed, lost)
 
 
 def _become_fake(model: nn.Module) -> None:
