@@ -118,8 +118,7 @@ def decide(
     """Check everything and decide what happens to layers and states; raise as `initialize` does.
 
     gathered_on: the device on which sharded weights are gathered. The caller then stores the weights itself.
-    notes: fallbacks that the caller knows of.
-    planned_for: the device that a model on the meta device is planned for. like_gpu: choose layers as on a GPU.
+    notes: the caller's fallbacks. planned_for: where a model on the meta device will be. like_gpu: choose as on a GPU.
     """
     known, sharded = model in _MODELS, gathered_on is not None
     home = conversion.check_model(model, recipe, known, sharded, bool(planned_for))
