@@ -80,6 +80,21 @@ def time_graph(step: Callable[[], Any], replays: int = 15) -> float:
     return 1e3 * statistics.median(start.elapsed_time(end) for start, end in events)
 
 
+def time_step(
+    run: Callable[..., Any],
+    leaf: Tensor,
+    trained: list[Tensor],
+    grads: list[Tensor],
+    compiled: bool,
+) -> float:
+    """Return the µs of `run`, compiled or not, of a leaf, and of its backward to what is trained."""
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, dynamic=False)
+    # a view, since leaves are cast by each layer
+    return time_graph(lambda: torch.autograd.grad(run(leaf.view_as(leaf)), trained, grads))
+
+
 class Cell(NamedTuple):
     """A layer, or a feed-forward, in one of the ways."""
 
@@ -118,10 +133,6 @@ def measure(cell: Cell, device: str = "cuda") -> dict[str, Any]:
                 x = nn.functional.rms_norm(x, (k,))
             return [multiply(x, w, b, p) for w, b, p in zip(weights, biases, products, strict=True)]
 
-    def step(run: Callable[[Tensor], list[Tensor]]) -> None:
-        x = leaf.view_as(leaf)  # leaves are cast by each layer
-        torch.autograd.grad(run(x), trained, [grad] * share)
-
     def bf16(x: Tensor, w: Tensor, b: Tensor | None, _: Products) -> Tensor:
         return nn.functional.linear(x, w, b)
 
@@ -130,11 +141,8 @@ def measure(cell: Cell, device: str = "cuda") -> dict[str, Any]:
 
     times = {}
     for name, multiply in {"bf16_us": bf16, "fp8_us": fp8}.items():
-        run: Any = partial(forward, multiply)
-        if cell.how == AFTER_A_NORM:
-            torch._dynamo.reset()
-            run = torch.compile(run, dynamic=False)
-        times[name] = time_graph(partial(step, run)) / share
+        run, compiled = partial(forward, multiply), cell.how == AFTER_A_NORM
+        times[name] = time_step(run, leaf, trained, [grad] * share, compiled) / share
     return {**times, "gain_us": times["bf16_us"] - times["fp8_us"]}
 
 
@@ -166,17 +174,9 @@ def measure_mlp(cell: Cell, device: str = "cuda") -> dict[str, Any]:
             fp8stack.nn.fuse(mlp)  # on a CPU; a GPU has done it
             if not isinstance(mlp, FusedMLP):
                 raise RuntimeError("the feed-forward was not fused")
-        run: Any = partial(_after_a_norm, mlp, device)
-        if cell.how == COMPILED_MLP:
-            torch._dynamo.reset()
-            run = torch.compile(run, dynamic=False)
-        trained = [leaf, *mlp.parameters()]
-        times[name] = time_graph(partial(_forward_and_backward, run, leaf, trained, grad))
+        run, compiled = partial(_after_a_norm, mlp, device), cell.how == COMPILED_MLP
+        times[name] = time_step(run, leaf, [leaf, *mlp.parameters()], [grad], compiled)
     return {**times, "gain_us": times["bf16_us"] - times["fp8_us"]}
-
-
-def _forward_and_backward(run: Any, leaf: Tensor, trained: list[Tensor], grad: Tensor) -> None:
-    torch.autograd.grad(run(leaf.view_as(leaf)), trained, grad)
 
 
 def _after_a_norm(mlp: FeedForward, device: str, x: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if held := [name for name in frozen if not can_swap(model.get_parameter(name))]:
         told = f"outputs of a forward, or weak references, hold weights that are kept in FP8: {held[:3]}"
         raise errors.ModelError(f"{told}. Delete those first: torch cannot replace the weights.")
-    take_off(model, lost=session.modules)
+    take_off(model, removed=session.modules)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]
     conversion.undo(session)

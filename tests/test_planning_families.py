@@ -210,7 +210,7 @@ def test_storages_are_counted_while_they_live():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU())
     held = measure_step(
-        model, BASELINES["fp32"], lambda model: model(torch.zeros(4, 8)).sum(), "it"
+        model, BASELINES["fp32"], lambda model: model(torch.zeros(4, 8)).sum(), "it", gpu=True
     )
     one = 4 * 8 * 4  # input, product and what ReLU puts out
     assert (held.kept, held.forward) == (2 * one + 4, 3 * one)

@@ -46,10 +46,8 @@ def run(options: argparse.Namespace) -> int:
         compute = data["report"]["compute"]
         if compute == "te":
             raise ConfigError("--batch is for native layers: add --compute native or leave it out.")
-        data["passes"], here = {}, replace(recipe, compute=compute)
-        if machine.device().type == "cpu":  # which fuses nothing, and multiplies all in FP8
-            here = replace(here, select="all", fuse=False)
-        for when, held in _measure(options, here).items():
+        data["passes"] = {}
+        for when, held in _measure(options, replace(recipe, compute=compute)).items():
             use = data["bytes"][when]
             stays = sum(use.values()) - use["grad"] - use.get("host", 0)
             peak = stays + max(held.moments(use["grad"]).values())
@@ -68,12 +66,12 @@ def _measure(options: argparse.Namespace, recipe: Recipe) -> dict[str, Held]:
             return model(**fake)
         return model(*fake) if isinstance(fake, (tuple, list)) else model(fake)
 
-    passes = {}
+    passes, gpu = {}, machine.device().type == "cuda"
     for when in ("before", "after"):
         model, _ = build(options.target, meta=True)
         level = at_level(recipe, next(model.parameters()).dtype)
         precision = level if when == "after" else replace(level, recipe=None)
-        passes[when] = measure_step(model, precision, forward, options.target)
+        passes[when] = measure_step(model, precision, forward, options.target, gpu)
     return passes
 
 

@@ -91,9 +91,7 @@ def choose_layers(
     precision = Precision(model, recipe, compute)
     layers.precision, layers.idle = precision, precision.idle
     least = least_rows_of(model) if by_size else {}
-    seen = list[
-        nn.Module
-    ]()  # layers, those that stay as they are too: an option for them is no mistake
+    seen: list[nn.Module] = []  # those that stay as they are, too: an option for them is no mistake
     for name, module in model.named_modules():
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
         if not (known or experts.is_experts(module)):

@@ -92,15 +92,17 @@ def mix(
     vars(module).update(attributes)
 
 
-def take_off(model: nn.Module, mixin: type[Mixin] = Mixin, lost: Iterable[nn.Module] = ()) -> None:
+def take_off(
+    model: nn.Module, mixin: type[Mixin] = Mixin, removed: Iterable[nn.Module] = ()
+) -> None:
     """Give the modules that `mixin` was mixed into the classes and attributes that they had.
 
-    lost: modules that were in the model.
+    removed: modules that were in the model.
 
     Raises:
         ModelError: if another class was made over a mixed one since. Nothing is changed.
     """
-    names = dict.fromkeys(lost, "a module that was removed")
+    names = dict.fromkeys(removed, "a module that was removed")
     names |= {module: name or "the model" for name, module in model.named_modules()}
     mixed: list[Any] = [module for module in names if isinstance(module, mixin)]
     for module in mixed:

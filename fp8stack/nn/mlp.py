@@ -38,6 +38,8 @@ from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
 from .select import least_rows_of_mlp
 
+RECIPES = ("current", "tokenwise", "delayed")  # of scales, that blocks are fused with
+
 
 class Formula(NamedTuple):
     """What a block was found to compute."""
@@ -88,7 +90,7 @@ def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
     return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
         _kind(layer) == _kind(layers[0])
-        and layer.products.fp8_recipe in ("current", "tokenwise", "delayed")
+        and layer.products.fp8_recipe in RECIPES
         and casts.FORMATS[layer.products.name].x is E4M3
         and not layer.products.in_bf16
         # a sampled step runs them one by one

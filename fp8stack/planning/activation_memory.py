@@ -44,8 +44,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fp8stack.formats import BLOCK
+from fp8stack.formats import BLOCK, E4M3
 from fp8stack.kernels.reference.cast import ALIGNMENT
+from fp8stack.nn.casts import FORMATS
+from fp8stack.nn.mlp import RECIPES
 
 from .decoder_shape import Shape
 from .resident_memory import Precision
@@ -71,9 +73,9 @@ def fuses(shape: Shape, precision: Precision, sharded: bool) -> bool:
     sharded: ranks share the weights.
     """
     recipe, odd = precision.recipe, shape.bias and (shape.hidden | shape.ffn) % ALIGNMENT
-    if recipe is None or recipe.compute == "te" or recipe.fp8_format == "e5m2" or sharded or odd:
+    if recipe is None or not recipe.fuse or recipe.compute == "te" or sharded or odd:
         return False
-    return recipe.fuse and recipe.fp8_recipe not in ("blockwise", "rowwise")
+    return FORMATS[recipe.fp8_format].x is E4M3 and recipe.fp8_recipe in ("auto", *RECIPES)
 
 
 def activations(

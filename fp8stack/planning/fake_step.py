@@ -19,8 +19,6 @@ a GPU, but for two:
 - Autocast on a GPU makes float32 of what goes into a list of functions, and a CPU's list lacks most of them.
   `CudaAutocast` adds these. `pow` in GPT-2's activation puts out twice the bytes for it.
 
-As on a GPU, MLPs and RMSNorms are fused, and `select="auto"` leaves layers in bfloat16.
-
 Limits: a model that looks at values (`.item()`, loops over the experts that were hit) cannot run, and is refused. What
 a kernel uses inside itself is not seen. Products by bare parameters are in bfloat16. Of at most `FEW_ROWS` tokens the
 codes of weights are kept, as in one process, also where there will be several. cuDNN's attention, and an `nn.RMSNorm`
@@ -44,11 +42,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fp8stack.api import carry_out, decide
 from fp8stack.errors import ModelError, first_line
 from fp8stack.tensor_kinds import inner_tensors
 
-from .resident_memory import Precision
+from .resident_memory import Precision, at_the_level
 
 _CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
@@ -84,12 +81,13 @@ class Held:
 
 
 def measure_step(
-    model: nn.Module, precision: Precision, run: Callable[[nn.Module], Any], what: str
+    model: nn.Module, precision: Precision, run: Callable[[nn.Module], Any], what: str, gpu: bool
 ) -> Held:
     """Run `model`, which is on the meta device and is changed, forward and backward at a precision.
 
     run: calls the model with a batch that it makes; returns an output with a `loss`, or tensors to go back from.
     what: the name of the model, for errors.
+    gpu: MLPs and RMSNorms are fused, and `select="auto"` leaves layers in bfloat16, as on a GPU.
 
     Raises:
         ModelError: where it does not run on tensors without data.
@@ -104,8 +102,7 @@ def measure_step(
         optimizer = torch.optim.AdamW(model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that fake storages have no address
-            decisions = decide(model, optimizer, recipe, planned_for=_CPU, like_gpu=True)
-            carry_out(model, optimizer, decisions)
+            at_the_level(model, optimizer, recipe, _CPU, gpu)
     live = _Live(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast)
     try:
@@ -130,9 +127,9 @@ def measure_step(
         remedy = "Its activations cannot be counted; `fp8stack estimate --sizes` has a decoder's"
         raise ModelError(f"{told}. {remedy}.") from error
     named = model.named_parameters()
-    lost = tuple(n for n, p in named if p.requires_grad and p not in live.reached)
+    unreached = tuple(n for n, p in named if p.requires_grad and p not in live.reached)
     passed = tuple((most - had, had / max(live.gradients, 1)) for most, had in live.passed)
-    return Held(kept, forward, passed, lost)
+    return Held(kept, forward, passed, unreached)
 
 
 def _become_fake(model: nn.Module) -> None:

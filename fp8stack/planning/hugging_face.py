@@ -129,7 +129,7 @@ class HuggingFaceModel:
         # Packed sequences are looked for in the values of positions, which fakes have not, and taken to be there.
         packed = "transformers.masking_utils.find_packed_sequence_indices"
         with patch(packed, return_value=None):
-            held = measure_step(model, precision, run, self.name)
+            held = measure_step(model, precision, run, self.name, gpu=True)
         if held.unreached:
             told = (
                 f"{len(held.unreached)} parameters of {self.name} get no gradient from such a batch"

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fp8stack.api import Decisions, carry_out, decide
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
@@ -86,7 +87,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise.
     """
     recipe, decisions = precision.recipe, None
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    optimizer: Optimizer = torch.optim.AdamW(model.parameters())
     if recipe is not None:
         compute = "native" if recipe.compute == "te" else recipe.compute  # which keep as much
         backend = recipe.optimizer_backend.removesuffix("-paged")  # all of it on the GPU, at most
@@ -121,10 +122,10 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
 
 
 def at_the_level(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device
-) -> tuple[Decisions, torch.optim.Optimizer]:
+    model: nn.Module, optimizer: Optimizer, recipe: Recipe, device: torch.device, gpu: bool = False
+) -> tuple[Decisions, Optimizer]:
     """Bring a model on the meta device to a level for `device`; return what was decided, and what steps."""
-    decisions = decide(model, optimizer, recipe, planned_for=device)
+    decisions = decide(model, optimizer, recipe, planned_for=device, like_gpu=gpu)
     with warnings.catch_warnings():  # they are in the report
         warnings.simplefilter("ignore", Fp8StackWarning)
         return decisions, carry_out(model, optimizer, decisions).returned or optimizer
@@ -132,7 +133,7 @@ def at_the_level(
 
 def use_after_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     decisions: Decisions | None = None,
     accumulate: bool = False,
 ) -> MemoryUse:
@@ -184,7 +185,7 @@ def _quantized(shape: torch.Size, dtype: torch.dtype) -> BlockScaledTensor:
     return BlockScaledTensor.quantize(torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def _add_bitsandbytes_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _add_bitsandbytes_states(model: nn.Module, optimizer: Optimizer) -> None:
     """Give a torch Adam the states that bitsandbytes' has: float32 for the small ones, its `min_8bit_size`."""
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         states = "fp32" if p.numel() < 4096 else BITSANDBYTES

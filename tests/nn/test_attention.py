@@ -578,7 +578,7 @@ def test_an_out_projection_alone_can_be_left_out():
     optimizer.step()
 
 
-def test_sizes_decide_about_in_and_out_projection(monkeypatch):
+def test_sizes_decide_about_in_and_out_projection(by_size, monkeypatch):
     """That in-projection is a layer of in -> 3 × in whose input no other layer reads."""
     asked = []
 
@@ -589,7 +589,6 @@ def test_sizes_decide_about_in_and_out_projection(monkeypatch):
 
     chosen = convert.choose_layers
     monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
-    monkeypatch.setattr(convert, "least_rows_of", select.least_rows_of)
     monkeypatch.setattr(select, "least_rows", rule)
     model = native(encoder(1))
     assert asked == [(64, 192, 1), (64, 64, 1), (64, 256, 1), (256, 64, 1)]

@@ -117,12 +117,11 @@ def test_what_a_card_says():
 
 
 @pytest.fixture
-def by_size(monkeypatch):
+def by_size(by_size, monkeypatch):
     """Let the rule decide on a CPU too, where `initialize` takes FP8 always, and give layers few least rows."""
     chosen = convert.choose_layers
     monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
     by_inputs = {32: LeastRows(8, 4, 6, 2), 64: ALWAYS, 16: NEVER}
-    monkeypatch.setattr(convert, "least_rows_of", select.least_rows_of)
     monkeypatch.setattr(select, "least_rows", lambda k, n, sharing: by_inputs[k])
 
 
