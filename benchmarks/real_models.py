@@ -24,8 +24,9 @@ forward in the host's parts.
 `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
 `bf16 host` is bf16's in the same process. `GiB` is the peak of a step, which torch does not count for graphs. `FP8` is
-the share of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a
-step the first two compiled ones took, `graphs` how many graphs Dynamo made: one, unless the model breaks.
+the share of the elements of matrices, embeddings apart, that multiplied in FP8, which is not known of what is compiled.
+`compile s` is how much longer than a step the first two compiled ones took, `graphs` how many graphs Dynamo made: one,
+unless the model breaks.
 
 Limits: one batch, over and over, and random weights, so mixtures of experts are as balanced as chance makes them.
 """
@@ -284,10 +285,8 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
 
 
-def convert(
-    model: nn.Module, variant: Variant, device: str
-) -> tuple[Any, Any, Callable[[], Any], float]:
-    """Return model and optimizer as a variant has them, the context of a forward, and the share in FP8."""
+def convert(model: nn.Module, variant: Variant, device: str) -> tuple[Any, Any, Callable[[], Any]]:
+    """Return model and optimizer as a variant has them, and the context of a forward."""
     scope: Any = contextlib.nullcontext
     if variant.pure:
         model = model.bfloat16()
@@ -307,8 +306,7 @@ def convert(
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=device == "cuda" or None, **HYPER)
     if variant.level:
         model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **variant.options)
-        return model, optimizer, scope, fp8stack.get_report(model).share
-    return model, optimizer, scope, share_in_fp8(model) if variant.library else 0.0
+    return model, optimizer, scope
 
 
 @contextlib.contextmanager
@@ -317,17 +315,24 @@ def both(outer: Callable[[], Any], inner: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
-def share_in_fp8(model: nn.Module) -> float:
-    """Return which share of the elements of matrices, embeddings apart, belongs to a peer's layers."""
-    inside = total = 0
+def share_in_fp8(model: nn.Module, level: str) -> float:
+    """Return which share of the elements of matrices, embeddings apart, multiplied in FP8 in the last forward.
+
+    level: "" for layers of a peer, all of which do.
+    """
+    report = fp8stack.get_report(model) if level else None
+    few = {model.get_submodule(name) for name in report.few_rows} if report else set()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    seen = {p for m in tables for p in m.parameters(recurse=False)}
+    peers, left, total = 0, 0, 0
     for module in model.modules():
-        for p in module.parameters(recurse=False):
-            if p.ndim > 1 and not isinstance(module, nn.Embedding):
-                total += p.numel()
-                inside += p.numel() * type(module).__module__.startswith(
-                    ("torchao.", "transformer_engine.")
-                )
-    return inside / max(total, 1)
+        is_peer = type(module).__module__.startswith(("torchao.", "transformer_engine."))
+        for p in {*module.parameters(recurse=False)} - seen:
+            seen.add(p)
+            total += p.numel() * (p.ndim > 1)
+            left += p.numel() * (p.ndim > 1 and module in few)
+            peers += p.numel() * (p.ndim > 1 and is_peer)
+    return report.share - left / total if report else peers / max(total, 1)
 
 
 class Contender:
@@ -345,7 +350,7 @@ class Contender:
             self.batch = {
                 k: v.bfloat16() if v.is_floating_point() else v for k, v in self.batch.items()
             }
-        self.model, self.optimizer, self.scope, self.share = convert(built, variant, options.device)
+        self.model, self.optimizer, self.scope = convert(built, variant, options.device)
         self.marks: list[list[float]] = []  # of a step: the host's clock before and after each part
         self.turns: list[float] = []  # ms of a step in each
         self.alone: list[list[float]] = []  # the marks of steps that began with an idle device
@@ -369,6 +374,7 @@ class Contender:
         # A graph's memory counts as allocated while it is captured only.
         counted = self.cuda and not variant.graphed
         self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30 if counted else None
+        self.share = None if variant.compiled else share_in_fp8(self.model, variant.level)
         self.compile_s = max(first - self._run(2), 0.0) if variant.compiled else None
 
     def step(self) -> Tensor:
@@ -455,9 +461,10 @@ def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
     """Return what `measure` does in a process of its own, or a note; it has `options.limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "numbers.json")
-        # a server that has imported the libraries, and no GPU yet: importing them takes longer than to measure
+        # The server has imported transformers, which takes longer than to measure. It must not import diffusers:
+        # that counts the GPUs, after which a fork of the process can use none.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["__main__", MODELS[name].library])
+        context.set_forkserver_preload(["__main__", "transformers"])
         process = context.Process(target=_write, args=(variant, name, options, str(path)))
         process.start()
         try:
@@ -511,7 +518,8 @@ def report(results: dict[str, Numbers], name: str) -> None:
             n["host_ms"],
             *n["host_parts"].values(),
         ]
-        cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["graphs"], n["loss"]]
+        share = None if n["fp8_share"] is None else 100 * n["fp8_share"]
+        cells += [n["peak_gib"], share, n["compile_s"], n["graphs"], n["loss"]]
         table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -25,9 +25,7 @@ from fp8stack.version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. Wrong arguments exit with status 2."""
-    parser = Parser(
-        prog="fp8stack", description="FP8 training for PyTorch: tools.", allow_abbrev=False
-    )
+    parser = Parser(prog="fp8stack", description="FP8 training for PyTorch", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fp8stack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for add in COMMANDS.values():

@@ -43,7 +43,7 @@ from .nn.mlp import fuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
-from .report import Report, report_of, say, selected_layers
+from .report import Report, note_selected, report_of, say
 from .tensor_kinds import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -207,7 +207,7 @@ def carry_out(
     if recipe.fuse_loss:
         session.report.fused_losses = fuse_loss(model)
     # last, as a fused MLP has one rule for its layers
-    session.report.selected = selected_layers(model)
+    note_selected(session.report, model)
     return session
 
 
@@ -265,21 +265,21 @@ def finish(model: nn.Module) -> bool:
     if not finish_products(model):
         return False
     stop_fp8_all_gather(model)
-    for session in sessions_in(model).values():
-        report = session.report
+    for part, session in sessions_in(model).items():
+        report = note_selected(session.report, part)
         report.gemm = report.compute = "bf16"
-        report.compute_reason, report.selected = "finished", {}
+        report.compute_reason = "finished"
     say("fp8stack: products are in bfloat16 from now on (finish)")
     return True
 
 
 def get_report(model: nn.Module) -> Report:
-    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks.
+    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks; and what had too few rows since.
 
     Raises:
         ModelError: if the model is not initialized.
     """
-    return session_of(model).report
+    return note_selected(session_of(model).report, model)
 
 
 def session_of(model: nn.Module) -> Session:

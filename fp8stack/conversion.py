@@ -33,7 +33,7 @@ from .optim.parameter_names import names_of
 from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
-from .report import Report
+from .report import Report, note_selected, say
 from .tensor_kinds import check_dense, is_sharded, not_plain, renew_hooks
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
@@ -408,6 +408,8 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
 def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session: Session) -> None:
     """Look at the first step of `stepping` whether the model still has the parameters that were initialized.
 
+    Say also how many layers had too few rows of input for FP8, which nobody knows before.
+
     Raises there:
         ModelError: if others came in the place of some that the optimizer steps, and it does not step these.
     """
@@ -428,6 +430,12 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
         known.clear()  # not the hook: torch is going through them
         if new:
             warn(f"{told}. Does another step them?", stacklevel=4)
+        report = note_selected(session.report, now)
+        if few := len(report.few_rows):
+            told = f"{few} of {len(report.converted)} layers had too few rows of input for FP8 and"
+            say(
+                f'fp8stack: {told} multiplied in bfloat16, which select="auto" does where it is faster'
+            )
 
     session.undo.append(stepping.register_step_pre_hook(look).remove)
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from .levels import Recipe
-from .nn.attention import fp8_products
+from .nn.casts import Products
 from .nn.convert import LayerChoices
 from .nn.coverage import Coverage, by_value, listed
-from .nn.experts import Fp8Experts, is_experts
+from .nn.experts import is_experts
+from .nn.finishing import products_in
 from .nn.select import describe
 from .version import __version__
 
@@ -47,9 +48,8 @@ class Report:
     gradients: str
     states: str
     master: str
-    converted: list[str] = field(
-        default_factory=list
-    )  # layers, attention among them, in FP8 (or bf16)
+    # layers, attention among them, in FP8 (or bf16)
+    converted: list[str] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)  # modules that multiply by bare parameters
     share: float = 1.0  # of the elements of matrices, embeddings apart, those that multiply so too
     outside: dict[str, str] = field(default_factory=dict)  # matrices that do not: reason
@@ -70,6 +70,7 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
     # of layers in FP8 for many rows only: from how many
     selected: dict[str, str] = field(default_factory=dict)
+    few_rows: list[str] = field(default_factory=list)  # of those: in bf16 in the last eager forward
     fused: list[str] = field(default_factory=list)  # RMSNorms and MLPs
     fused_losses: list[str] = field(default_factory=list)  # models whose head and loss are one
 
@@ -83,7 +84,8 @@ class Report:
             f"fp8stack {self.version} · {self.level} · {self.device}",
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
             f"compute {self.compute} ({self.compute_reason})",
-            f"{self.gemm.split()[0]} multiplies {100 * self.share:.0f} % of the matrix parameters (embeddings apart): "
+            f"{self.gemm.split()[0]} multiplies {'up to ' * bool(self.selected)}{100 * self.share:.0f} % "
+            "of the matrix parameters (embeddings apart): "
             f"{len(self.converted)} layer{'s' * (len(self.converted) != 1)}"
             + (f", {len(self.bare)} modules of bare parameters" if self.bare else "")
             + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
@@ -112,6 +114,8 @@ class Report:
             lines.append(f"{size} (float32 AdamW: 16)")
         for choice, names in by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
+        if self.few_rows:
+            lines.append(f"in bf16 in the last eager forward: {len(self.few_rows)} of those")
         if self.fused:
             lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with the casts around them")
         if self.fused_losses:
@@ -180,13 +184,13 @@ def report_of(
     )
 
 
-def selected_layers(model: nn.Module) -> dict[str, str]:
-    """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
-    rows = {name: p.products.least_rows for name, p in fp8_products(model).items() if p.weight}
-    told = {name: describe(least) for name, least in rows.items() if least is not None}
-    found = ((name, m) for name, m in model.named_modules() if isinstance(m, Fp8Experts))
-    experts = {name: m.products[0].least_rows for name, m in found}
-    return told | {name: describe(least, pairs=True) for name, least in experts.items() if least}
+def note_selected(report: Report, model: nn.Module) -> Report:
+    """Note which layers of a model multiply in FP8 for many rows only, and which had too few in the last forward."""
+    every = (p for p in products_in(model) if isinstance(p, Products) and not p.finished)
+    rules = [(p, p.least_rows) for p in every if p.least_rows]
+    report.selected = {p.layer: describe(least) for p, least in rules}
+    report.few_rows = [*dict.fromkeys(p.layer for p, _ in rules if p.paid is False)]
+    return report
 
 
 def say(text: object) -> None:

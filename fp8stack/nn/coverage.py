@@ -111,9 +111,8 @@ def count(
         for name, products in layers.in_bf16.items() if products == PRECISIONS["bf16"]
         for m in model.get_submodule(name).modules()
     }  # fmt: skip
-    seen = {
-        p for m in model.modules() if isinstance(m, _NO_PRODUCTS) for p in m._parameters.values()
-    }
+    tables = (m for m in model.modules() if isinstance(m, _NO_PRODUCTS))
+    seen = {p for m in tables for p in m._parameters.values()}
     sizes = Counter[str]()
     found = {}  # of the matrices outside: elements, the reason, whether that is meant
     for name, module in model.named_modules():
@@ -159,9 +158,7 @@ def listed(reasons: dict[str, str]) -> str:
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
         for reason, names in [*by_reason.items()][:4]
     ]
-    return ", ".join(shown) + (
-        f", and {len(by_reason) - 4} more reasons" if len(by_reason) > 4 else ""
-    )
+    return ", ".join(shown) + f", and {len(by_reason) - 4} more reasons" * (len(by_reason) > 4)
 
 
 def by_value(values: dict[str, str]) -> dict[str, list[str]]:

@@ -57,9 +57,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def class_of_experts(module: nn.Module) -> type[nn.Module]:
     """Return the class of experts that the module is of, without what FSDP2 or fp8stack made over it."""
-    return next(
-        cls for cls in type(module).__mro__ if "forward" in vars(cls) and cls is not Fp8Experts
-    )
+    classes = (cls for cls in type(module).__mro__ if cls is not Fp8Experts)
+    return next(cls for cls in classes if "forward" in vars(cls))
 
 
 def stacks_of(module: nn.Module) -> list[str]:
@@ -109,9 +108,7 @@ class Fp8Experts(Mixin):
         left = self.argument_names[len(given) :]
         if named and {*named} == {*left}:
             given, named = (*given, *(named[name] for name in left)), {}
-        fits = (
-            len(given) == 3 and not named and isinstance(given[0], Tensor) and given[0].dim() == 2
-        )
+        fits = len(given) == 3 and not named and isinstance(given[0], Tensor) and given[0].ndim == 2
         if fits and _implementation(self) in TAKEN and self._pays(*given[:2]):
             with torch._C.DisableTorchFunction():  # see Fp8Layer
                 return self._compute(*given)
@@ -271,7 +268,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx = grouped.product(d_codes, d_scale, *operand, ends, x_dtype, own.fast)
         dx = ops.sum_rows(dx, places)
     if need_weights:
-        d_weights = (
-            ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights.dtype)
-        )
+        d_weights = ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights)
     return dx, d_first, d_down, d_weights, *(None,) * 5

@@ -222,9 +222,7 @@ def choose_frozen(
         elif any(size % ALIGNMENT for size in p.shape):
             reason = reason or f"its sizes are no multiples of {ALIGNMENT}"
         elif not reason and not can_swap(p):
-            reason = (
-                "torch cannot replace it while outputs of a forward, or weak references, hold it"
-            )
+            reason = "torch cannot replace it while outputs of a forward or weak references hold it"
         elif not (reason or p.is_meta or ops.is_traced(p) or p.isfinite().all()):
             reason = "it has values that are not finite"  # what stands for a tensor has none
         found[p] = f"{name}.weight".lstrip("."), p, reason

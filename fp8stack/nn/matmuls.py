@@ -30,7 +30,7 @@ import inspect
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -376,14 +376,11 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
     """The einsum of two operands that sums over `dims` of each: a number, or a list for each."""
     if isinstance(dims, int):
         dims = range(a.dim() - dims, a.dim()), range(dims)
-    lists = isinstance(dims, (tuple, list)) and all(
-        isinstance(of, (tuple, list, range)) for of in dims
-    )
+    lists = isinstance(dims, (tuple, list)) and all(isinstance(of, Sequence) for of in dims)
     if out is not None or not lists or len({*map(len, dims)}) != 1 or len(dims) != 2:
         return _ARGUMENTS
-    if any(
-        i not in range(-x.dim(), x.dim()) for x, of in zip((a, b), dims, strict=True) for i in of
-    ):
+    pairs = ((x, i) for x, of in zip((a, b), dims, strict=True) for i in of)
+    if any(i not in range(-x.dim(), x.dim()) for x, i in pairs):
         return _ARGUMENTS
     letters = [*string.ascii_letters[: a.dim() + b.dim()]]
     of_a, of_b = letters[: a.dim()], letters[a.dim() :]

@@ -69,9 +69,7 @@ def _read(given: Any) -> dict[str, Any]:
 
     is_file = isinstance(given, (str, os.PathLike)) and os.path.isfile(given)
     try:
-        text = (
-            Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode("utf-8")
-        )
+        text = Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode()
         config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (ValueError, TypeError, OSError) as error:
         what = "is not JSON" if is_file else "is neither a file nor JSON in base 64"

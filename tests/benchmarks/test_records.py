@@ -33,7 +33,11 @@ import torch
 import train_step
 import wire_parity
 from ranks import context_of_ranks, start_ranks
+from torch import nn
 from workers_gpt import run_here
+
+import fp8stack
+from fp8stack.nn.select import LeastRows
 
 CONDITIONS = ("gpu", "cc", "driver", "torch", "triton", "fp8stack", "git", "command", "time")
 TINY = ["--device", "cpu", "--model", "tiny"]
@@ -234,6 +238,17 @@ def test_models_train(name, monkeypatch):
     assert o2["speedup"] == pytest.approx(o2["base_ms"] / o2["step_ms"])
     # GPT-2 has no nn.Linear but its head, which is the embedding
     assert name == "gpt2" or o2["fp8_share"] > 0.2
+
+
+def test_the_share_in_fp8_is_that_of_the_last_forward():
+    model = nn.Sequential(nn.Embedding(9, 32), nn.Linear(32, 64), nn.Linear(64, 16))
+    assert real_models.share_in_fp8(model, "") == 0
+    fp8stack.initialize(model, None, "O0", compute="native")
+    model[1].products.least_rows = LeastRows(8, 4, 8, 4)
+    for rows, share in ((3, 1 / 3), (4, 1)):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(rows, dtype=torch.int64))
+        assert real_models.share_in_fp8(model, "O0") == pytest.approx(share)
 
 
 def test_a_variant_that_takes_too_long_is_stopped_and_named():

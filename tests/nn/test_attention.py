@@ -585,7 +585,7 @@ def test_sizes_decide_about_in_and_out_projection(by_size, monkeypatch):
     def rule(inner, outer, sharing):
         asked.append((inner, outer, sharing))
         least = {192: 8, 64: 100, 256: 4}[outer]
-        return LeastRows(least, least, least, least)
+        return LeastRows(least, least - 1, least, least - 1)
 
     chosen = convert.choose_layers
     monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
