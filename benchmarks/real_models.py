@@ -441,7 +441,7 @@ def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers
         "host_parts": parts,
         "steps": len(own.alone),
         "peak_gib": own.peak,
-        "fp8_share": own.share,
+        "in_fp8": own.share,
         "compile_s": own.compile_s,
         "graphs": counters["stats"]["unique_graphs"] if variant.compiled else None,
         "loss": own.step().item(),
@@ -518,7 +518,7 @@ def report(results: dict[str, Numbers], name: str) -> None:
             n["host_ms"],
             *n["host_parts"].values(),
         ]
-        share = None if n["fp8_share"] is None else 100 * n["fp8_share"]
+        share = None if n["in_fp8"] is None else 100 * n["in_fp8"]
         cells += [n["peak_gib"], share, n["compile_s"], n["graphs"], n["loss"]]
         table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
     Console(width=None if sys.stdout.isatty() else 160).print(table)

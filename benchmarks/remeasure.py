@@ -88,8 +88,8 @@ RECIPES = (
     "O2, fused loss",
 )
 MODELS = {
-    **dict.fromkeys(("llama-1b", "llama-8b-4"), (*USUAL, *BOTH_COMPILED)),
-    **dict.fromkeys(("gpt2", "vit-l", "qwen3-moe", "t5-base", "whisper-small"), USUAL),
+    **dict.fromkeys(("llama-1b", "llama-8b-4", "gpt2", "vit-l"), (*USUAL, *BOTH_COMPILED)),
+    **dict.fromkeys(("qwen3-moe", "t5-base", "whisper-small"), USUAL),
     **dict.fromkeys(("dit-xl", "unet-sd15"), USUAL[:3]),
 }
 

@@ -261,7 +261,7 @@ def test_jobs_that_need_text_are_left_out_without_it(capsys):
     assert remeasure.main(["--list", "--only", "monitor", "*"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("monitor: "), "what is named first comes first"
-    assert "real_models.py --model vit-l --only bf16 O0 O2 'O2 graphed' --output" in printed
+    assert "real_models.py --model qwen3-moe --only bf16 O0 O2 'O2 graphed' --output" in printed
     assert "training.py" not in printed
 
 

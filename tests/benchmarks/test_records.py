@@ -167,7 +167,7 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     optimizer_accuracy: [("value", 0, 0.1)],
     optimizer_step: [("extra.bytes.total", 6, 16.1)],
     optimizer_stress: [("extra.finite", True, True), ("extra.explodes", False, False)],
-    real_models: [("fp8_share", 0, 1), ("host_parts.clip", 0, 1e4)],
+    real_models: [("in_fp8", 0, 1), ("host_parts.clip", 0, 1e4)],
     resume: [("value", 2, 2), ("of", 2, 2), ("last_loss_off", 0, 0)],
     stability: [("underflow", 0, 0.3), ("value", -0.02, 0.02)],
     train_step: [("extra.loss_off", -0.01, 0.01), ("extra.grad_off", -0.05, 0.05)],
@@ -234,10 +234,10 @@ def test_models_train(name, monkeypatch):
         real_models.measure(real_models.Variant(*v), name, options) for v in (["bf16"], ["O2"] * 2)
     )
     assert o2["loss"] == pytest.approx(base["loss"], rel=0.05)
-    assert (base["fp8_share"], base["speedup"]) == (0, 1)
+    assert (base["in_fp8"], base["speedup"]) == (0, 1)
     assert o2["speedup"] == pytest.approx(o2["base_ms"] / o2["step_ms"])
     # GPT-2 has no nn.Linear but its head, which is the embedding
-    assert name == "gpt2" or o2["fp8_share"] > 0.2
+    assert name == "gpt2" or o2["in_fp8"] > 0.2
 
 
 def test_the_share_in_fp8_is_that_of_the_last_forward():
