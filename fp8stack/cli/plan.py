@@ -8,7 +8,8 @@ at the level. A function that returns a model alone is planned with torch's Adam
 
 With --batch the model also runs forward and backward on tensors without data, before (under bf16 autocast, if its
 weights are float32) and at the level, and what that holds is measured (`planning/fake_step.py`). Without it activations
-are not counted, nor the FP8 codes that a forward keeps for its backward, and the table says so.
+are not counted, nor the FP8 codes that a forward keeps for its backward, and the table says so. On a machine with a GPU
+the card then counts the layers for which the batch has too few rows of input to be in FP8.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fp8stack.api import Decisions
+from fp8stack.api import Decisions, get_report
 from fp8stack.conversion import check_model
 from fp8stack.errors import ConfigError
 from fp8stack.levels import Recipe
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         if compute == "te":
             raise ConfigError("--batch is for native layers: add --compute native or leave it out.")
         data["passes"] = {}
-        for when, held in _measure(options, replace(recipe, compute=compute)).items():
+        passes, data["report"]["few_rows"] = _measure(options, replace(recipe, compute=compute))
+        for when, held in passes.items():
             use = data["bytes"][when]
             stays = sum(use.values()) - use["grad"] - use.get("host", 0)
             peak = stays + max(held.moments(use["grad"]).values())
@@ -56,8 +58,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace, recipe: Recipe) -> dict[str, Held]:
-    """Run a batch through the model before and at a level, on tensors without data; return what that held."""
+def _measure(options: argparse.Namespace, recipe: Recipe) -> tuple[dict[str, Held], list[str]]:
+    """Run a batch through the model before and at a level, on tensors without data.
+
+    Return what that held, and the layers for which the batch has too few rows to be in FP8.
+    """
     batch = call(options.batch)
 
     def forward(model: nn.Module) -> Any:
@@ -72,7 +77,7 @@ def _measure(options: argparse.Namespace, recipe: Recipe) -> dict[str, Held]:
         level = at_level(recipe, next(model.parameters()).dtype)
         precision = level if when == "after" else replace(level, recipe=None)
         passes[when] = measure_step(model, precision, forward, options.target, gpu)
-    return passes
+    return passes, get_report(model).few_rows
 
 
 def plan(

@@ -12,6 +12,7 @@ import fp8stack
 from fp8stack import capability
 from fp8stack.__main__ import main
 from fp8stack.cli import machine
+from fp8stack.cli import plan as cli_plan
 from fp8stack.memory import measure
 
 MODELS = """
@@ -87,6 +88,12 @@ def looks():
 
 def batch():
     return torch.zeros(2, 16, dtype=torch.long)
+
+def wide():
+    return Model(2048, layers=1)
+
+def large_batch():
+    return torch.zeros(64, 128, dtype=torch.long)
 
 def named():
     return {"tokens": batch()}
@@ -247,6 +254,17 @@ def test_a_batch_measures_activations(level, models, capsys):
         use = data["bytes"][when]
         assert passes[when]["peak"] >= sum(use.values()) - use["grad"] + passes[when]["kept"]
         assert passes[when]["unreached"] == []
+
+
+def test_a_batch_shows_which_layers_have_too_few_rows(models, capsys, monkeypatch, by_size):
+    """On a GPU, as which the measurement is asked here."""
+    real = cli_plan.measure_step
+    monkeypatch.setattr(cli_plan, "measure_step", lambda *given: real(*given[:4], gpu=True))
+    shown = planned(capsys, "models.py:wide")["report"]
+    assert shown["few_rows"] == []
+    for batch, few in (("batch", ["blocks.0.up", "blocks.0.down"]), ("large_batch", [])):
+        shown = planned(capsys, "models.py:wide", "--batch", f"models.py:{batch}")["report"]
+        assert [name for name in shown["few_rows"] if "blocks" in name] == few
 
 
 def test_the_table_says_what_was_measured(models, capsys):
