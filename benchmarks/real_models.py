@@ -41,7 +41,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
@@ -318,21 +318,21 @@ def both(outer: Callable[[], Any], inner: Callable[[], Any]) -> Iterator[None]:
 def share_in_fp8(model: nn.Module, level: str) -> float:
     """Return which share of the elements of matrices, embeddings apart, multiplied in FP8 in the last forward.
 
-    level: "" for layers of a peer, all of which do.
+    level: "" for layers of a peer, all of which do. Products by bare parameters count as if they did.
     """
-    report = fp8stack.get_report(model) if level else None
-    few = {model.get_submodule(name) for name in report.few_rows} if report else set()
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    seen = {p for m in tables for p in m.parameters(recurse=False)}
-    peers, left, total = 0, 0, 0
-    for module in model.modules():
-        is_peer = type(module).__module__.startswith(("torchao.", "transformer_engine."))
-        for p in {*module.parameters(recurse=False)} - seen:
-            seen.add(p)
-            total += p.numel() * (p.ndim > 1)
-            left += p.numel() * (p.ndim > 1 and module in few)
-            peers += p.numel() * (p.ndim > 1 and is_peer)
-    return report.share - left / total if report else peers / max(total, 1)
+    tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+
+    def elements(modules: Iterable[nn.Module]) -> int:
+        found = {p for m in modules for p in m.parameters(recurse=False) if p.ndim > 1}
+        return sum(p.numel() for p in found - tables)
+
+    if not level:
+        peers = ("torchao.", "transformer_engine.")
+        inside = (m for m in model.modules() if type(m).__module__.startswith(peers))
+        return elements(inside) / max(elements(model.modules()), 1)
+    report = fp8stack.get_report(model)
+    few, taken = (map(model.get_submodule, names) for names in (report.few_rows, report.converted))
+    return report.share * (1 - elements(few) / max(elements(taken), 1))
 
 
 class Contender:

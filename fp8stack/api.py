@@ -207,7 +207,7 @@ def carry_out(
     if recipe.fuse_loss:
         session.report.fused_losses = fuse_loss(model)
     # last, as a fused MLP has one rule for its layers
-    note_selected(session.report, model)
+    conversion.watch_rows(model, session)
     return session
 
 
@@ -274,7 +274,7 @@ def finish(model: nn.Module) -> bool:
 
 
 def get_report(model: nn.Module) -> Report:
-    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks; and what had too few rows since.
+    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks; and which layers were in bfloat16.
 
     Raises:
         ModelError: if the model is not initialized.

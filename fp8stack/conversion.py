@@ -408,8 +408,6 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
 def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session: Session) -> None:
     """Look at the first step of `stepping` whether the model still has the parameters that were initialized.
 
-    Say also how many layers had too few rows of input for FP8, which nobody knows before.
-
     Raises there:
         ModelError: if others came in the place of some that the optimizer steps, and it does not step these.
     """
@@ -430,14 +428,22 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
         known.clear()  # not the hook: torch is going through them
         if new:
             warn(f"{told}. Does another step them?", stacklevel=4)
-        report = note_selected(session.report, now)
-        if few := len(report.few_rows):
-            told = f"{few} of {len(report.converted)} layers had too few rows of input for FP8 and"
-            say(
-                f'fp8stack: {told} multiplied in bfloat16, which select="auto" does where it is faster'
-            )
 
     session.undo.append(stepping.register_step_pre_hook(look).remove)
+
+
+def watch_rows(model: nn.Module, session: Session) -> None:
+    """Note which layers multiply in FP8 for many rows only; say at the first step how many had too few."""
+    report, waiting = note_selected(session.report, model), [weakref.ref(model)]
+
+    def look(*_: Any) -> None:
+        if waiting and (now := waiting.pop()()) and (few := note_selected(report, now).few_rows):
+            told = f"{len(few)} of {len(report.converted)} layers multiplied in bfloat16, which is"
+            where = "fp8stack.get_report(model).few_rows"
+            say(f"fp8stack: {told} faster for their size and rows of input (see {where})")
+
+    if report.selected and session.returned is not None:
+        session.undo.append(session.returned.register_step_pre_hook(look).remove)
 
 
 def undo(session: Session) -> None:

@@ -20,7 +20,7 @@ from .levels import Recipe
 from .nn.casts import Products
 from .nn.convert import LayerChoices
 from .nn.coverage import Coverage, by_value, listed
-from .nn.experts import is_experts
+from .nn.experts import Fp8Experts, is_experts
 from .nn.finishing import products_in
 from .nn.select import describe
 from .version import __version__
@@ -70,7 +70,8 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
     # of layers in FP8 for many rows only: from how many
     selected: dict[str, str] = field(default_factory=dict)
-    few_rows: list[str] = field(default_factory=list)  # of those: in bf16 in the last eager forward
+    # of those: in bf16 in the last eager forward with gradients
+    few_rows: list[str] = field(default_factory=list)
     fused: list[str] = field(default_factory=list)  # RMSNorms and MLPs
     fused_losses: list[str] = field(default_factory=list)  # models whose head and loss are one
 
@@ -84,7 +85,7 @@ class Report:
             f"fp8stack {self.version} · {self.level} · {self.device}",
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
             f"compute {self.compute} ({self.compute_reason})",
-            f"{self.gemm.split()[0]} multiplies {'up to ' * bool(self.selected)}{100 * self.share:.0f} % "
+            f"{self.gemm.split()[0]} multiplies {'up to ' * bool(self.selected or self.bare)}{100 * self.share:.0f} % "
             "of the matrix parameters (embeddings apart): "
             f"{len(self.converted)} layer{'s' * (len(self.converted) != 1)}"
             + (f", {len(self.bare)} modules of bare parameters" if self.bare else "")
@@ -115,7 +116,7 @@ class Report:
         for choice, names in by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.few_rows:
-            lines.append(f"in bf16 in the last eager forward: {len(self.few_rows)} of those")
+            lines.append(f"of these in bf16 in the last eager forward: {len(self.few_rows)}")
         if self.fused:
             lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with the casts around them")
         if self.fused_losses:
@@ -185,11 +186,15 @@ def report_of(
 
 
 def note_selected(report: Report, model: nn.Module) -> Report:
-    """Note which layers of a model multiply in FP8 for many rows only, and which had too few in the last forward."""
+    """Note which layers multiply in FP8 for many rows only, and which did not in the last forward with gradients."""
     every = (p for p in products_in(model) if isinstance(p, Products) and not p.finished)
     rules = [(p, p.least_rows) for p in every if p.least_rows]
-    report.selected = {p.layer: describe(least) for p, least in rules}
-    report.few_rows = [*dict.fromkeys(p.layer for p, _ in rules if p.paid is False)]
+    experts = {p for m in model.modules() if isinstance(m, Fp8Experts) for p in m.products}
+    report.selected = {p.layer: describe(least, p in experts) for p, least in rules}
+    # an attention has three, of which one may be in FP8
+    partly = {p.layer for p, _ in rules if p.paid}
+    few = (p.layer for p, _ in rules if p.paid is False and p.layer not in partly)
+    report.few_rows = [*dict.fromkeys(few)]
     return report
 
 

@@ -155,9 +155,8 @@ def norms(
         columns["grad_block_scale"] = [gradients[i][1][1] for i in of]
         launches.append((dtype, layout, upload_columns(columns, device), owner))
         order += of
-    partial = torch.empty(
-        sum(len(owner) for *_, owner in launches), dtype=torch.float64, device=device
-    )
+    programs = sum(len(owner) for *_, owner in launches)
+    partial = torch.empty(programs, dtype=torch.float64, device=device)
     _squares(launches, partial)
     out = partial.new_empty(len(gradients), dtype=torch.float32)
     at = row = 0

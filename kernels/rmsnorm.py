@@ -151,7 +151,6 @@ def rmsnorm_backward(
     )  # fmt: skip
     if dweight is not None:
         height = next_power_of_2(programs)
-        _rmsnorm_sums_kernel(
-            (-(-cols // SUMMED), 1, 1), sums, dweight, programs, cols, height, SUMMED
-        )
+        grid = -(-cols // SUMMED), 1, 1
+        _rmsnorm_sums_kernel(grid, sums, dweight, programs, cols, height, SUMMED)
     return dx, dweight

@@ -41,9 +41,8 @@ class Fp8ReduceScatter(Allocates):
         async_op: bool = False,
     ) -> Any:
         """Reduce and scatter; see `fp8stack.comm.reduce_scatter_tensor`."""
-        return reduce_scatter_tensor(
-            output_tensor, input_tensor, op, group, async_op, background=True
-        )
+        given = output_tensor, input_tensor, op, group, async_op
+        return reduce_scatter_tensor(*given, background=True)
 
 
 # --- registration

@@ -152,7 +152,8 @@ class Products:
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
-    paid: bool | None = None  # whether the last call outside torch.compile took FP8
+    # whether the last call with gradients took FP8; None: none yet, or under torch.compile
+    paid: bool | None = None
     # Layers that read this one's input in bfloat16, if it is the first: those that there are copies for, those that
     # were counted since, and how many steps in a row it was alone: narrow.py
     readers, counted, alone = 1, 1, -1
@@ -223,7 +224,7 @@ class Products:
     def pays(self, x: Tensor, rows: int | None = None) -> bool:
         """Return whether `x` [..., in] is multiplied in FP8; `rows`: if those of x are not what counts."""
         paid = pays(x, self.least_rows, self.graphed, rows)
-        if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.paid = paid
         return paid
 

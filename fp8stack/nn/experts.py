@@ -228,9 +228,8 @@ class _Experts(torch.autograd.Function):
         operand, scale, first_codes = grouped.cast_stack(first, own, need_x, len(codes))
         gate_up = grouped.product(codes, x_scale, operand, scale, ends, dtype, own.fast)
         h_codes, h_scale = ops.expert_activation(gate_up, weights, pairs, activation)
-        operand, down_scale, down_codes = grouped.cast_stack(
-            down, of_down, True in need, len(codes)
-        )
+        cast = grouped.cast_stack(down, of_down, True in need, len(codes))
+        operand, down_scale, down_codes = cast
         y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
         ctx.settings = activation, options, x.dtype
         ctx.save_for_backward(
@@ -268,5 +267,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx = grouped.product(d_codes, d_scale, *operand, ends, x_dtype, own.fast)
         dx = ops.sum_rows(dx, places)
     if need_weights:
-        d_weights = ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights)
+        d_weights = ops.sum_rows(sums[:, None], places.view(-1, 1))
+        d_weights = d_weights.view_as(weights).to(weights.dtype)
     return dx, d_first, d_down, d_weights, *(None,) * 5

@@ -47,9 +47,8 @@ def recomputes_functions(kind: type[nn.Module]) -> bool:
 
     It has one that multiplies, which it may give to anything; or the forward is under a decorator that checkpoints.
     """
-    inner = (
-        const for code in _codes(kind) for const in code.co_consts if isinstance(const, CodeType)
-    )
+    every = (const for code in _codes(kind) for const in code.co_consts)
+    inner = (const for const in every if isinstance(const, CodeType))
     if any(_products(code) for code in inner if code.co_name not in _COMPREHENSIONS):
         return True
     layer = inspect.getattr_static(kind, "forward", None)

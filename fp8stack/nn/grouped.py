@@ -256,9 +256,8 @@ def _product_on_cpu(
         if start < end:
             of_k = b.dim() == 2
             left, right = (a[:, start:end], b[start:end]) if of_k else (a[start:end], b[i])
-            made = linear.product(
-                left.contiguous(), a_scale, right.t().contiguous(), b_scale, dtype
-            )
+            left, right = left.contiguous(), right.t().contiguous()
+            made = linear.product(left, a_scale, right, b_scale, dtype)
             (y[i] if of_k else y[start:end]).copy_(made)
     return y
 

@@ -236,9 +236,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             operands = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
             dw = weight_gradient(*operands, ctx.weight_dtype, ctx.weight_shape, options)
         else:
-            left, right = (
-                t.reshape(-1, t.shape[-1]) for t in ((x, grad) if options.turned else (grad, x))
-            )
+            pair = (x, grad) if options.turned else (grad, x)
+            left, right = (t.reshape(-1, t.shape[-1]) for t in pair)
             dw = _bf16_gradient(left.t(), right.t(), ctx.weight_dtype)
     if need_b:
         db = bias_gradient(grad, ctx.bias_dtype)

@@ -585,7 +585,7 @@ def test_sizes_decide_about_in_and_out_projection(by_size, monkeypatch):
     def rule(inner, outer, sharing):
         asked.append((inner, outer, sharing))
         least = {192: 8, 64: 100, 256: 4}[outer]
-        return LeastRows(least, least - 1, least, least - 1)
+        return LeastRows(least, least, least, least)
 
     chosen = convert.choose_layers
     monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
@@ -601,6 +601,9 @@ def test_sizes_decide_about_in_and_out_projection(by_size, monkeypatch):
     for rows, alike in ((7, True), (8, False)):
         x = torch.randn(rows, 64, dtype=torch.bfloat16)
         assert torch.equal(attention(x, x, x)[0], plain[0](x, x, x)[0]) == alike
+        assert ("layers.0.self_attn" in fp8stack.get_report(model).few_rows) == alike
+    attention(x, x[:7], x[:7])  # its query is in FP8
+    assert "layers.0.self_attn" not in fp8stack.get_report(model).few_rows
     monkeypatch.setattr(select, "least_rows", lambda *_: select.NEVER)
     assert not fp8stack.get_report(native(encoder(1))).converted
 
