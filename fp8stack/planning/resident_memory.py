@@ -49,7 +49,7 @@ class Precision:
     def brief(self) -> str:
         weights = str(self.weights).removeprefix("torch.")
         if self.recipe is not None:
-            return f"{self.recipe.level} from {weights} weights"
+            return f"fp8stack, from {weights} weights"
         adamw = "bitsandbytes' 8-bit AdamW" if self.bitsandbytes else "AdamW"
         return f"{adamw} on {weights} weights{', bf16 autocast' * self.autocast}"
 
