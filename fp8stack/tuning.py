@@ -234,12 +234,10 @@ class _Mixes:
             whys = {precision.of(m)[1] for m in (module, *module.children())}
             if name and whys <= reasons and module not in heads:
                 self.default[name] = "forward-bf16" if HEAD in whys else "fp8"
-        hooks = [
-            self.modules[name].register_forward_pre_hook(
-                partial(self._time, name), with_kwargs=True
-            )
-            for name in self.default
-        ]
+        hooks = []
+        for name in self.default:
+            timer = partial(self._time, name)
+            hooks.append(self.modules[name].register_forward_pre_hook(timer, with_kwargs=True))
         try:
             self._set({}, rest=False)
             self.reference = self._run()

@@ -21,7 +21,7 @@ from fp8stack.errors import ModelError
 from fp8stack.nn import GEMM_LAYERS
 from fp8stack.nn.layer_kinds import kind_of
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.report import Report
+from fp8stack.report import Report, note_selected
 from fp8stack.tensor_kinds import is_sharded
 
 MOST = 8
@@ -35,6 +35,7 @@ class Verification:
     level: str
     wrapper: str  # "no wrapper", "DistributedDataParallel", "FSDP2" or "DeepSpeed ZeRO-2"
     layers: int  # Linear layers that multiply in FP8 (in bf16 where FP8 is missing)
+    few_rows: int = 0  # of those: in bf16 in the last eager forward, for too few rows of input
     # what reduces gradients in FP8: modules, or methods of DeepSpeed; empty where they are not sent in FP8
     reduction: tuple[str, ...] = ()
     optimizer: str = ""
@@ -44,12 +45,13 @@ class Verification:
     reduced: int = 0  # how often DeepSpeed has reduced gradients in FP8, on this rank
 
     def __str__(self) -> str:
+        few = f" ({self.few_rows} of them in bf16, for few rows of input)" * bool(self.few_rows)
         states = f"{self.state_bytes / self.parameters:.2f} B" if self.state_bytes else "no"
         wire = "in FP8" if self.reduction else "in full precision, if at all"
         times = f" ({self.reduced} times)" if self.reduced else ""
         return (
-            f"fp8stack {self.level}: {self.wrapper}, {self.layers} converted layers, optimizer {self.optimizer}, "
-            f"{states} states a parameter, gradients sent {wire}{times}"
+            f"fp8stack {self.level}: {self.wrapper}, {self.layers} converted layers{few}, "
+            f"optimizer {self.optimizer}, {states} states a parameter, gradients sent {wire}{times}"
         )
 
 
@@ -105,6 +107,7 @@ def compare(
         report.level,
         wrapper,
         layers=layers,
+        few_rows=len(note_selected(report, model).few_rows),
         reduction=tuple(reducers),
         optimizer=type(optimizer).__name__,
         state_bytes=sum(t.nbytes for t in tensors),

@@ -136,9 +136,8 @@ def _encode_list(
     high: float = math.inf,
 ) -> None:
     device = tensors[0].device
-    for dtype, layout, of, columns in groups_of(
-        [(x.dtype, x.shape, x.data_ptr()) for x in tensors]
-    ):
+    given = [(x.dtype, x.shape, x.data_ptr()) for x in tensors]
+    for dtype, layout, of, columns in groups_of(given):
         columns["codes"], columns["grad_block_scale"] = zip(*(results[i] for i in of), strict=True)
         programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
         if programs:

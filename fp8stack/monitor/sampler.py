@@ -13,7 +13,7 @@ Between samples a layer checks one attribute, and nothing else happens.
 Limits: activation checkpointing recomputes x and w and counts them twice, which does not change fractions. The numbers
 are this rank's: of its batch, and under FSDP2 of its part of the weights' updates. TransformerEngine's layers keep
 their casts to themselves and have update ratios only. torch.compile leaves the hooks out of the graph, so compiled
-layers have no numbers. One warning says so.
+layers have no numbers, nor have layers that too few rows of input leave in bfloat16. One warning says so.
 
 How far an optimizer step moves the weights of layers, ‖Δw‖ / ‖w‖, is measured on a sample of their elements: a copy of
 all weights would cost as much memory as the weights. So up to 2^14 elements of each weight are kept from before the
@@ -279,7 +279,7 @@ def _largest(values: list[float]) -> float:
 
 
 def _warn_unseen(_: Any = None) -> None:
-    _warn("Monitor samples nothing under torch.compile and in CUDA graphs")
+    _warn("Monitor samples nothing under torch.compile, in CUDA graphs and of products in bfloat16")
 
 
 def _warn(message: str) -> None:

@@ -124,9 +124,8 @@ def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: b
         for group in optimizer.param_groups:
             group["flat"] = True
         return
-    embeddings = {
-        m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    }
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    embeddings = {m.weight for m in model.modules() if isinstance(m, tables)}
 
     def kind(p: Tensor) -> tuple[str, str, str]:
         if not is_large_matrix(p, optimizer.min_numel):

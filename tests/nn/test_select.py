@@ -13,7 +13,10 @@ from torch import nn
 
 import fp8stack
 from fp8stack import api
+from fp8stack.errors import Fp8StackWarning
+from fp8stack.integrations.verification import verify_initialized
 from fp8stack.levels import recipe_for
+from fp8stack.monitor import Monitor
 from fp8stack.nn import StoredLinear, casts, convert, select
 from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.select import (
@@ -289,6 +292,24 @@ def test_a_report_says_what_had_too_few_rows(by_size):
     fp8stack.finish(model)
     assert (report.few_rows, report.selected) == ([], {})
     assert fp8stack.get_report(model) is report
+
+
+def test_verify_and_the_monitor_say_that_rows_are_too_few(by_size):
+    """FP8 that is silently off looks like FP8 that does not help."""
+    model, _ = make()
+    told = "2 converted layers (1 of them in bf16, for few rows of input)"
+    with Monitor(model, every=1) as monitor:
+        for rows, few in ((3, True), (8, False)):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(rows, 32)).sum().backward()
+            assert (told in str(verify_initialized(model))) == few
+            assert ("0" in monitor.read()) != few
+    model[0].products.least_rows = LeastRows(8, 8, 8, 8)
+    with Monitor(model[0], every=1) as monitor:
+        with torch.autocast("cpu", torch.bfloat16):
+            model[0](torch.randn(3, 32)).sum().backward()
+        with pytest.warns(Fp8StackWarning, match="and of products in bfloat16"):
+            monitor.remove()
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
