@@ -274,7 +274,7 @@ def finish(model: nn.Module) -> bool:
 
 
 def get_report(model: nn.Module) -> Report:
-    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks; and which layers were in bfloat16.
+    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks; and what stayed in bfloat16 since.
 
     Raises:
         ModelError: if the model is not initialized.

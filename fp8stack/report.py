@@ -118,9 +118,7 @@ class Report:
         if self.few_rows:
             lines.append(f"of these in bf16 in the last eager forward: {len(self.few_rows)}")
         if self.fused:
-            lines.append(
-                f"{len(self.fused)} RMSNorms and MLPs joined with casts where layers take FP8"
-            )
+            lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with casts of layers in FP8")
         if self.fused_losses:
             told = "head and loss in one, without logits (not in graphs of torch.compile)"
             lines.append(f"{told}: {', '.join(self.fused_losses)}")

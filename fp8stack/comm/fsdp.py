@@ -41,8 +41,9 @@ class Fp8ReduceScatter(Allocates):
         async_op: bool = False,
     ) -> Any:
         """Reduce and scatter; see `fp8stack.comm.reduce_scatter_tensor`."""
-        given = output_tensor, input_tensor, op, group, async_op
-        return reduce_scatter_tensor(*given, background=True)
+        return reduce_scatter_tensor(
+            output_tensor, input_tensor, op, group, async_op, background=True
+        )
 
 
 # --- registration

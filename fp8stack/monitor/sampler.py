@@ -102,7 +102,7 @@ class Monitor:
         if any(isinstance(m, Fp8Experts) for m in model.modules()):
             _warn("the casts of experts are not sampled")
         if others:
-            _warn(f"{len(others)} layers are TransformerEngine's, whose casts it does not see")
+            _warn(f"{len(others)} layers are TransformerEngine's, whose casts a Monitor cannot see")
         elif not own:
             _warn("the model has no FP8 layers of fp8stack's own: there is nothing to monitor")
         self.every, self.layers = every, list(own)

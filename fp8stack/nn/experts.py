@@ -228,8 +228,9 @@ class _Experts(torch.autograd.Function):
         operand, scale, first_codes = grouped.cast_stack(first, own, need_x, len(codes))
         gate_up = grouped.product(codes, x_scale, operand, scale, ends, dtype, own.fast)
         h_codes, h_scale = ops.expert_activation(gate_up, weights, pairs, activation)
-        cast = grouped.cast_stack(down, of_down, True in need, len(codes))
-        operand, down_scale, down_codes = cast
+        operand, down_scale, down_codes = grouped.cast_stack(
+            down, of_down, True in need, len(codes)
+        )
         y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
         ctx.settings = activation, options, x.dtype
         ctx.save_for_backward(

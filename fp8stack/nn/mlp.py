@@ -242,8 +242,9 @@ class _MLP(torch.autograd.Function):
         else:
             h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
             each = h_scale
-        down = codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
-        y = linear.product(h_codes, each, *down)
+        y = linear.product(
+            h_codes, each, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
+        )
         ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
         ctx.unused = len(given) - 2 * count + 1
         ctx.save_for_backward(

@@ -158,8 +158,9 @@ class TritonStep:
 
         This runs over every parameter at every step, so it does little for each: two addresses, dtype and shape.
         """
-        same = len(everything) == len(self.everything)
-        if not same or not all(map(is_, everything, self.everything)):
+        if len(everything) != len(self.everything) or not all(
+            map(is_, everything, self.everything)
+        ):
             return False
         if any(p.grad is not None for p in self.absent):
             return False

@@ -282,9 +282,8 @@ def test_a_report_says_what_had_too_few_rows(by_size):
             model(torch.randn(rows, 32, dtype=torch.bfloat16))
         assert fp8stack.get_report(model).few_rows == few
         assert (told in str(report)) is bool(few)
-    with torch.autocast(
-        "cpu", torch.bfloat16
-    ):  # a graph says nothing, nor does a forward without gradients
+    # a graph says nothing, nor does a forward without gradients
+    with torch.autocast("cpu", torch.bfloat16):
         torch.compile(model, backend="eager")(torch.randn(8, 32, dtype=torch.bfloat16))
         with torch.no_grad():
             model(torch.randn(8, 32, dtype=torch.bfloat16))
