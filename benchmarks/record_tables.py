@@ -420,6 +420,8 @@ def real_models() -> list[str]:
         cells = [gpu, f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
         cells.append(f"{found['O0']['speedup']:.2f}" if "O0" in found else "")
         cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
+        multiplied = o2.get("in_fp8")
+        cells.append("" if multiplied is None else f"{100 * multiplied:.0f}")
         graphed = found.get("O2 graphed")
         cells += [f"{graphed['speedup']:.2f}" if graphed else "", compiled(found)]
         cells += [held, f"{o2['peak_gib']:.1f}"]
@@ -430,6 +432,7 @@ def real_models() -> list[str]:
         "O0, ×",
         "O2, ms (host)",
         "O2, ×",
+        "in FP8, %",
         "O2 graphed, ×",
         "both compiled, ×",
     )
