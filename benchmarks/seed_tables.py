@@ -1,4 +1,4 @@
-"""The tables of deterministic runs over seeds, 2 × 2 and steps to an equal loss, and of gradients; see `tables.py`.
+"""The tables of deterministic runs over seeds, 2 × 2 and fine-tuning, and of gradients; see `tables.py`.
 
 A level is compared with bf16 of the same seed: the same first weights and batches. As such runs repeat to the last bit,
 what differs is what the level does, and "another seed" is what a seed alone does: how far bf16's runs lie apart.
@@ -11,16 +11,10 @@ from statistics import fmean, stdev
 
 from gradient_noise import VARIANTS as OF_GRADIENTS
 from intervals import extra_steps, over_seeds
-from record_tables import RESULTS, Record, lines, percent, read
-from training_tables import BASE, LONG_RUNS, Runs, comparable, named
+from record_tables import RESULTS, Record, lines, read
+from training_tables import ANOTHER, BASE, LONG_RUNS, Runs, comparable, named, within
 
 MODES = {"bf16": "value", "FP8": "value_fp8"}  # of an evaluation, and where its loss is
-
-
-def within(value: tuple[float, float | None]) -> str:
-    """Return a mean and its interval, of fractions, in percent."""
-    mean, half = value
-    return percent(mean) + ("" if half is None else f" ± {100 * half:.2f}") + " %"
 
 
 def by_name(records: Iterable[Record]) -> Runs:
@@ -55,29 +49,8 @@ def crossed(records: list[Record]) -> list[str]:
                 stdev(losses) / fmean(losses),
             )
             note = f"{100 * apart:.2f} % apart, standard deviation {100 * deviation:.2f} %"
-            rows.append((f"{title}, another seed", str(len(base)), "", note, "", ""))
+            rows.append((f"{title}, {ANOTHER}", str(len(base)), "", note, "", ""))
     return lines(("trained in", "seeds", "evaluated in bf16", "off", "in FP8", "off"), rows)
-
-
-def steps_to_loss(records: list[Record]) -> list[str]:
-    """Return by how much more steps a level took to a validation loss that bf16 of the same seed has reached too."""
-    rows = []
-    for model, title in LONG_RUNS.items():
-        found = by_name(comparable(records, model))
-        base = found.get(BASE, {})
-        for name, runs in found.items():
-            seeds = sorted(runs.keys() & base.keys())
-            if name == BASE or not seeds:
-                continue
-            more = [extra_steps(runs[s]["validation"], base[s]["validation"]) for s in seeds]
-            rows.append((f"{title}, {name}", str(len(seeds)), within(over_seeds(more))))
-        seeds = sorted(base)
-        if len(seeds) > 1:
-            curves = [base[s]["validation"] for s in seeds]
-            apart = [extra_steps(a, b) for i, a in enumerate(curves) for b in curves[:i]]
-            most = f"{percent(min(apart))} to {percent(max(apart))} %"
-            rows.append((f"{title}, another seed", str(len(seeds)), most))
-    return lines(("", "seeds", "more steps than bf16"), rows)
 
 
 NOT_SHOWN = {
@@ -125,7 +98,6 @@ def gradient_noise(records: list[Record]) -> list[str]:
 TABLES = {}
 if (RESULTS / "crossed.jsonl").exists():  # a table that no document shows is an error
     TABLES["crossed"] = lambda: crossed(read("crossed"))
-    TABLES["steps-to-loss"] = lambda: steps_to_loss(read("training"))
 if (RESULTS / "gradient_noise.jsonl").exists():
     TABLES["gradient-noise"] = lambda: gradient_noise(read("gradient_noise", model="smollm2-135m"))
 if (RESULTS / "fine_tuning.jsonl").exists():

@@ -16,14 +16,14 @@ effective batch is one micro-batch.
 "again" is "off" with the batch in two micro-batches, recorded as "bf16 again": the same samples, whose gradients are
 added up in another order. How far it ends from "off" is what rounding alone does over so many steps, the noise floor:
 the gap of a level says something about FP8 where it is larger. `--lr` and `--warmup` are for a calmer start, where the
-floor is high; over two seeds and more a gap has its standard error. Time and memory of "again" are those of its own
+floor is high; over two seeds and more a gap has its 95 % interval. Time and memory of "again" are those of its own
 micro-batch, and not compared.
 
 `--deterministic` is the application's: a run that is repeated is the same run to the last bit, so that what is left
 between two seeds is what a seed changes, and "again" what rounding does. `--crossed` keeps a run's last checkpoint,
 evaluates its weights in bf16 and in FP8 over all of the validation shards (`crossed.py`) into crossed.jsonl beside
 --output, and removes it. `--missing` leaves out the runs that have a record; with `--within SECONDS` none starts that
-would end later, by the longest so far. `steps-to-loss` and `crossed` of `seed_tables.py` show what comes of it.
+would end later, by the longest so far. The tables `training` and `crossed` show what comes of it.
 
 `--flag NAME=VALUE` is an option of the application for levels alone. Options that do not go together end this before
 any run starts.

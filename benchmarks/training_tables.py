@@ -1,17 +1,22 @@
-"""The tables of training: long runs; see `tables.py`."""
+"""The table of long runs; see `tables.py`.
+
+A level is compared with bf16 of the same seed: the same first weights and batches.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from statistics import fmean, stdev
-from typing import NamedTuple
+from itertools import combinations
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from intervals import extra_steps, over_seeds
 from record_tables import RESULTS, Record, lines, paired, percent, read, runs_by_seed
 
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
+ANOTHER = "another seed"
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data", "deterministic", "compile")
 ALL_IN_FP8 = {"select": "all"}  # flags that have a name
@@ -26,7 +31,7 @@ class Summary(NamedTuple):
     runs: int  # more than seeds where the same ran more than once
     loss: float
     gap: float | None  # mean over seeds, of bf16's loss
-    error: float | None  # the standard error of that mean, of two seeds and more
+    error: float | None  # half its 95 % interval, of two seeds and more
     tokens: float | None  # a second, of runs that had a GPU to themselves
     faster: float | None  # × bf16
     peak: float  # GiB, the largest
@@ -58,8 +63,8 @@ def summarize(rows: list[Record]) -> list[Summary]:
         paces = [r["tokens_per_second"] for r in timed if r.get("gpu") == timed[-1].get("gpu")]
         peak, planned = max(r["peak_gib"] for r in own), own[-1]["estimate_gib"]
         found.append(Summary(
-            variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,
-            stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(paces) if paces else None,
+            variant, len(losses), len(own), fmean(losses.values()),
+            *(over_seeds(gaps) if gaps else (None, None)), fmean(paces) if paces else None,
             mean_ratio(paced, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
             planned and planned / peak - 1,
         ))  # fmt: skip
@@ -96,23 +101,52 @@ def comparable(records: Iterable[Record], model: str) -> list[Record]:
 
 
 def training(records: list[Record]) -> list[str]:
-    rows = [
-        (f"{title}, {s.variant}", *training_cells(s))
-        for model, title in LONG_RUNS.items()
-        for s in summarize(comparable(records, model))
-    ]
-    heads = ("tokens/s", "× bf16", "peak GiB", "× bf16")
+    """Return a row for each variant of each model, and one of what a seed alone does to the steps."""
+    rows: list[tuple[str, ...]] = []
+    for model, title in LONG_RUNS.items():
+        runs = comparable(records, model)
+        more = more_steps(runs)
+        rows += [
+            (f"{title}, {s.variant}", *training_cells(s, more.get(s.variant, "")))
+            for s in summarize(runs)
+        ]
+        if another := more.get(ANOTHER):
+            rows.append((f"{title}, {ANOTHER}", "", "", "", another, "", "", "", ""))
+    heads = ("more steps", "tokens/s", "× bf16", "peak GiB", "× bf16")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 
 
-def training_cells(s: Summary) -> tuple[str, ...]:
-    gap = "" if s.gap is None else percent(s.gap)
-    gap += "" if s.error is None else f" ± {100 * s.error:.2f}"
+def more_steps(runs: list[Record]) -> dict[str, str]:
+    """Return by how much more steps each variant took to a validation loss that bf16 of the same seed has reached too.
+
+    ANOTHER is the smallest and the largest among pairs of bf16's seeds.
+    """
+    curves: dict[str, dict[int, Any]] = {}
+    for r in runs:
+        curves.setdefault(named(r), {})[r["params"]["seed"]] = r["validation"]
+    base = curves.pop(BASE, {})
+    found = {}
+    for name, own in curves.items():
+        if more := [extra_steps(own[s], base[s]) for s in sorted(own.keys() & base.keys())]:
+            found[name] = within(over_seeds(more))
+    if apart := [extra_steps(a, b) for (_, b), (_, a) in combinations(sorted(base.items()), 2)]:
+        found[ANOTHER] = f"{percent(min(apart))} to {percent(max(apart))} %"
+    return found
+
+
+def within(value: tuple[float, float | None]) -> str:
+    """Return a mean and its interval, of fractions, in percent."""
+    mean, half = value
+    return percent(mean) + ("" if half is None else f" ± {100 * half:.2f}") + " %"
+
+
+def training_cells(s: Summary, more: str) -> tuple[str, ...]:
+    gap = "" if s.gap is None else within((s.gap, s.error))
     pace = "" if s.tokens is None else f"{s.tokens:,.0f}"
     count = str(s.seeds) + (f" ({s.runs} runs)" if s.runs > s.seeds else "")
     ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (s.faster, s.part)]
     return (
-        f"{s.loss:.4f}", gap and f"{gap} %", count, pace, ratios[0], f"{s.peak:.2f}", ratios[1],
+        f"{s.loss:.4f}", gap, count, more, pace, ratios[0], f"{s.peak:.2f}", ratios[1],
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import seed_tables
 import torch
+import training_tables
 from intervals import extra_steps, over_seeds, steps_to
 
 
@@ -39,11 +40,9 @@ def test_extra_steps_are_to_the_loss_that_both_have_reached():
 
 
 def record(variant, seed, bf16, fp8, end, **params):
-    own = {
-        "model": "gpt2", "seed": seed, "batch": 32, "steps": 200, "deterministic": True, **params,
-    }  # fmt: skip
+    own = {"model": "gpt2", "seed": seed, "batch": 32, "steps": 200, "deterministic": True}
     return {
-        "variant": variant, "compute": None if variant == "bf16" else "native", "params": own,
+        "variant": variant, "compute": None if variant == "bf16" else "native", "params": {**own, **params},
         "value": bf16, "value_fp8": fp8,
         "validation": [[100, 4.0 + end], [200, 3.0 + end]],
     }  # fmt: skip
@@ -68,9 +67,8 @@ def test_a_level_is_compared_with_bf16_of_its_seed():
 
 
 def test_steps_to_an_equal_loss_are_beside_those_of_another_seed():
-    rows = seed_tables.steps_to_loss(RECORDS)[2:]
-    assert rows[0] == "| GPT-2 124M, O0 | 2 | +5.56 ± 70.59 % |"
-    assert rows[1] == "| GPT-2 124M, another seed | 2 | +0.00 to +0.00 % |"
+    more = training_tables.more_steps(training_tables.comparable(RECORDS, "gpt2"))
+    assert more == {"O0": "+5.56 ± 70.59 %", "another seed": "+0.00 to +0.00 %"}
 
 
 def test_noise_is_told_from_what_is_the_same_in_all_batches():

@@ -81,10 +81,11 @@ def test_skipped_steps_are_told(tmp_path, capsys):
 
 def long(variant, seed, value, peak, **params):
     """Return a record of training.py."""
-    numbers = {"tokens_per_second": 10.0 * peak, "peak_gib": peak, "estimate_gib": 1.1 * peak}
     params = {"model": "gpt2", "seed": seed, "steps": 5, **params}
     compute = None if variant.startswith("bf16") else "native"
-    return {"variant": variant, "params": params, "value": value, "compute": compute, **numbers}
+    numbers = {"tokens_per_second": 10.0 * peak, "peak_gib": peak, "estimate_gib": 1.1 * peak}
+    losses = {"value": value, "validation": [[5, value]]}
+    return {"variant": variant, "params": params, "compute": compute, **losses, **numbers}
 
 
 def test_gaps_are_paired_by_seed_and_a_seed_counts_once_however_often_it_ran():
@@ -95,14 +96,14 @@ def test_gaps_are_paired_by_seed_and_a_seed_counts_once_however_often_it_ran():
     bf16, o2 = training_tables.summarize([*base, alone, *ours, other])
     assert (bf16.seeds, bf16.runs, o2.seeds, o2.runs) == (2, 3, 2, 5)
     assert (bf16.loss, o2.loss) == pytest.approx((3.0, 3.25))
-    assert (o2.gap, o2.error) == pytest.approx((0.075, 0.025))
+    assert (o2.gap, o2.error) == pytest.approx((0.075, 12.706 * 0.025))
     assert (o2.faster, o2.estimate) == pytest.approx((0.5, 1.1)), "the estimate of the last run"
-    assert training_tables.training_cells(o2)[:3] == ("3.2500", "+7.50 ± 2.50 %", "2 (5 runs)")
+    assert training_tables.training_cells(o2, "")[:3] == ("3.2500", "+7.50 ± 31.77 %", "2 (5 runs)")
     rest = [long("O2", 0, 2.3, 2, flags={"select": "all"}), long("O0", 0, 2.3, 2, batch=7)]
     shown = training_tables.training([*rest, *ours, *base])
     assert [row.split(" | ")[0] for row in shown[2:]] == [
-        "| GPT-2 124M, bf16", "| GPT-2 124M, O2", "| GPT-2 124M, O2, all in FP8",
-    ]  # fmt: skip
+        f"| GPT-2 124M, {name}" for name in ("bf16", "O2", "O2, all in FP8", "another seed")
+    ]
     (without,) = training_tables.summarize(ours)
     assert (without.gap, without.faster, without.part) == (None, None, None)
 
