@@ -409,6 +409,7 @@ def test_adagrad_s_states_are_all_there(change, tmp_path):
     model = nn.Linear(8, 4)
     model, optimizer = fp8stack.initialize(model, torch.optim.Adagrad(model.parameters()), "O0")
     checkpoint.save(tmp_path / "run.pt", model, optimizer)
+    checkpoint.load(tmp_path / "run.pt", model, optimizer)
     rewrite(tmp_path / "run.pt", lambda c: change(c["optimizer"]["state"]))
     refused(
         tmp_path / "run.pt",

@@ -400,6 +400,8 @@ def test_averages_of_torch_move_as_far_as_they_should(level):
         "own": AveragedModel(model, avg_fn=lambda a, p, n: 0.999 * a + 0.001 * p),
         "of masters": AveragedModel(build()[0], multi_avg_fn=get_ema_multi_avg_fn(0.999)),
     }
+    if level == "O2" and torch.__version__ < (2, 12):  # which has averages of one dtype alone
+        made = {kind: made[kind] for kind in ("own", "of masters")}
     exact, first, swa = None, None, []
     for step in range(30):
         train(model, optimizer, 1, start=step)

@@ -123,7 +123,7 @@ def test_ema_copies_and_hooks_go_on_working(level):
     late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # torch's own, made after
     for step in range(4):
         train(model, optimizer, 1, start=step)
-        # a float32 copy, since torch before 2.13 cannot average bfloat16 weights in float32
+        # a float32 copy, since torch before 2.12 cannot average bfloat16 weights in float32
         late.update_parameters(copy.deepcopy(model))
         for average, current in zip(early.parameters(), model.parameters(), strict=True):
             average.data.mul_(0.5).add_(current.data, alpha=0.5)

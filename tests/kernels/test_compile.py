@@ -155,6 +155,7 @@ def test_fast_steps_approximate_but_use_no_fp8_hardware(compiled):
 
 
 def test_kernels_stay_within_their_instruction_budgets(compiled):
+    pytest.importorskip("triton", "3.9", reason="the budgets are of triton 3.9")
     measured = {
         (r["kernel"], r["case"], r["sm"]): r for r in compiled["results"] if "instructions" in r
     }

@@ -31,6 +31,7 @@ from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.nn.linear import product
 
 STEPS, MICRO_BATCHES = 4, 2
+SPLITS = torch.__version__ >= (2, 13)  # before, half a backward of an autograd.Function fails
 
 
 class Net(nn.Module):
@@ -306,9 +307,10 @@ class Stage(nn.Module):
 SCHEDULES = {  # stages a rank, and which
     "ScheduleGPipe": lambda rank: [rank],
     "Schedule1F1B": lambda rank: [rank],
-    "ScheduleInterleavedZeroBubble": lambda rank: [rank, rank + 2],
-    "ScheduleZBVZeroBubble": lambda rank: [rank, 3 - rank],
 }
+if SPLITS:
+    SCHEDULES["ScheduleInterleavedZeroBubble"] = lambda rank: [rank, rank + 2]
+    SCHEDULES["ScheduleZBVZeroBubble"] = lambda rank: [rank, 3 - rank]
 
 
 class Filled:
@@ -374,6 +376,7 @@ def test_pipelines_train_at_every_level_and_learn_nothing_of_uninitialized_memor
     run_ranks(pipelines, 2)
 
 
+@pytest.mark.skipif(not SPLITS, reason="torch 2.13 can")
 @pytest.mark.parametrize(
     ("fuse", "recipe"), [*((False, r) for r in RECIPES), (True, "current"), (True, "delayed")]
 )

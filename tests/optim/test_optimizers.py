@@ -342,6 +342,8 @@ def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, t
         for kind in ("AdamW", "SGD", "Muon", "RMSprop", "NAdam")
         for level in ("O0", "O1", "O2")[: 2 if kind in ("RMSprop", "NAdam") else 3]
         if hasattr(torch.optim, kind)  # torch before 2.9 has no Muon
+        # torch's own clipping rounds otherwise in a graph
+        if torch.__version__ >= (2, 12) or (level, kind) not in {("O0", "SGD"), ("O0", "Muon")}
     ],
 )
 def test_a_compiled_step_and_clip_do_what_they_do_eagerly(level, kind):
