@@ -188,8 +188,8 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: T
         return {}
     small = nn.Parameter(parameter.new_zeros([2 + d for d in range(parameter.ndim)]))
     trial = kind([small], lr=1e-3)  # type: ignore[call-arg]
-    made = trial.state_dict()["state"]  # by Adagrad before torch 2.13, which then wants it in a step
-    trial.load_state_dict({"state": made, "param_groups": [{**group, "params": [0]}]})
+    # with the states that Adagrad makes at once before torch 2.13, and wants in a step
+    trial.load_state_dict({**trial.state_dict(), "param_groups": [{**group, "params": [0]}]})
     small.grad = torch.zeros_like(small)
     trial.step(lambda: 0.0)
     return dict(trial.state[small])
