@@ -6,7 +6,7 @@ A level is compared with bf16 of the same seed: the same first weights and batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import combinations
+from itertools import permutations
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ def training(records: list[Record]) -> list[str]:
 def more_steps(runs: list[Record]) -> dict[str, str]:
     """Return by how much more steps each variant took to a validation loss that bf16 of the same seed has reached too.
 
-    ANOTHER is the smallest and the largest among pairs of bf16's seeds.
+    ANOTHER is the smallest and the largest among pairs of bf16's seeds, each both ways.
     """
     curves: dict[str, dict[int, Any]] = {}
     for r in runs:
@@ -129,7 +129,7 @@ def more_steps(runs: list[Record]) -> dict[str, str]:
     for name, own in curves.items():
         if more := [extra_steps(own[s], base[s]) for s in sorted(own.keys() & base.keys())]:
             found[name] = within(over_seeds(more))
-    if apart := [extra_steps(a, b) for (_, b), (_, a) in combinations(sorted(base.items()), 2)]:
+    if apart := [extra_steps(a, b) for a, b in permutations(base.values(), 2)]:
         found[ANOTHER] = f"{percent(min(apart))} to {percent(max(apart))} %"
     return found
 

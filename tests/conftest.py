@@ -10,34 +10,33 @@ import gc
 import os
 import re
 import signal
+import sys
 import zlib
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+count = torch.cuda.device_count()  # which NVML counts: CUDA is not initialized yet
+if count and any(re.search(r"\bnot +\(?gpu\b", word) for word in sys.argv):  # of -m
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for workers too
+elif worker and count > 1:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given[int(worker.removeprefix("gw")) % count]
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from interpreter import quicken  # imports Triton, which was told to interpret
 
-def pytest_configure(config):
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if re.search(r"not gpu\b", config.option.markexpr):  # all run as on a machine without one
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # NVML counts: CUDA is not initialized yet
-    elif worker and (count := torch.cuda.device_count()) > 1:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = given[int(worker.removeprefix("gw")) % count]
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        if find_spec("triton"):
-            from interpreter import quicken  # imports Triton, which was told to interpret
-
-            quicken()
-    if worker or not torch.cuda.is_available():
-        # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that
-        # tests start look at the variable, and give the same bits then, however busy the machine is.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(1)
-    os.environ.setdefault("FP8STACK_QUIET", "1")
-    gc.set_threshold(50_000)  # as in helpers.py, from here on
+        quicken()
+if worker or not torch.cuda.is_available():
+    # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that tests
+    # start look at the variable, and give the same bits then, however busy the machine is.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+os.environ.setdefault("FP8STACK_QUIET", "1")
+gc.set_threshold(50_000)  # as in helpers.py, from here on
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -405,7 +405,7 @@ def test_bad_checkpoints_of_torch_s_optimizer_change_nothing(change, match, tmp_
 
 @pytest.mark.parametrize("change", [lambda states: states.pop(0), lambda states: states[0].clear()])
 def test_adagrad_s_states_are_all_there(change, tmp_path):
-    """It makes them when it is made, and neither loads nor steps without one."""
+    """It makes them when it is made, and does not load without one."""
     model = nn.Linear(8, 4)
     model, optimizer = fp8stack.initialize(model, torch.optim.Adagrad(model.parameters()), "O0")
     checkpoint.save(tmp_path / "run.pt", model, optimizer)

@@ -188,7 +188,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: T
         return {}
     small = nn.Parameter(parameter.new_zeros([2 + d for d in range(parameter.ndim)]))
     trial = kind([small], lr=1e-3)  # type: ignore[call-arg]
-    # with the states that Adagrad makes at once before torch 2.13, and wants in a step
+    # with the states that Adagrad makes when it is built: before torch 2.13 its step makes none
     trial.load_state_dict({**trial.state_dict(), "param_groups": [{**group, "params": [0]}]})
     small.grad = torch.zeros_like(small)
     trial.step(lambda: 0.0)
