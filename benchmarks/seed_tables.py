@@ -6,22 +6,14 @@ what differs is what the level does, and "another seed" is what a seed alone doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import fmean, stdev
 
 from gradient_noise import VARIANTS as OF_GRADIENTS
 from intervals import extra_steps, over_seeds
 from record_tables import RESULTS, Record, lines, read
-from training_tables import ANOTHER, BASE, LONG_RUNS, Runs, comparable, named, within
+from training_tables import ANOTHER, BASE, LONG_RUNS, by_name, comparable, within
 
 MODES = {"bf16": "value", "FP8": "value_fp8"}  # of an evaluation, and where its loss is
-
-
-def by_name(records: Iterable[Record]) -> Runs:
-    found: Runs = {}
-    for r in records:
-        found.setdefault(named(r), {})[r["params"]["seed"]] = r
-    return found
 
 
 def crossed(records: list[Record]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import permutations
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from intervals import extra_steps, over_seeds
 from record_tables import RESULTS, Record, lines, paired, percent, read, runs_by_seed
@@ -90,6 +90,13 @@ def named(record: Record) -> str:
     return ", ".join([record["variant"], *made_by, *own])
 
 
+def by_name(records: Iterable[Record]) -> Runs:
+    found: Runs = {}
+    for r in records:
+        found.setdefault(named(r), {})[r["params"]["seed"]] = r
+    return found
+
+
 def comparable(records: Iterable[Record], model: str) -> list[Record]:
     """Return the runs of a model with the settings of its last one in bf16, plain levels first. Empty without bf16."""
     own = [r for r in records if r["params"]["model"] == model]
@@ -121,15 +128,16 @@ def more_steps(runs: list[Record]) -> dict[str, str]:
 
     ANOTHER is the smallest and the largest among pairs of bf16's seeds, each both ways.
     """
-    curves: dict[str, dict[int, Any]] = {}
-    for r in runs:
-        curves.setdefault(named(r), {})[r["params"]["seed"]] = r["validation"]
-    base = curves.pop(BASE, {})
-    found = {}
-    for name, own in curves.items():
-        if more := [extra_steps(own[s], base[s]) for s in sorted(own.keys() & base.keys())]:
+    of_level = by_name(runs)
+    base, found = of_level.pop(BASE, {}), {}
+
+    def extra(run: Record, other: Record) -> float:
+        return extra_steps(run["validation"], other["validation"])
+
+    for name, own in of_level.items():
+        if more := [extra(own[s], base[s]) for s in sorted(own.keys() & base.keys())]:
             found[name] = within(over_seeds(more))
-    if apart := [extra_steps(a, b) for a, b in permutations(base.values(), 2)]:
+    if apart := [extra(a, b) for a, b in permutations(base.values(), 2)]:
         found[ANOTHER] = f"{percent(min(apart))} to {percent(max(apart))} %"
     return found
 

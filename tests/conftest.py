@@ -2,7 +2,7 @@
 
 With `-m "not gpu"` a machine's GPUs are hidden, so that tests which mean a CPU do not get one.
 
-With several, workers of pytest-xdist take turns on them; tests of several GPUs at once (`gpus`) run without workers.
+With several GPUs, workers of pytest-xdist take turns on them; tests of several at once (`gpus`) run without workers.
 """
 
 import atexit

@@ -26,7 +26,7 @@ def given(tmp_path):
     shards = tmp_path / "shards"
     text = "".join(f"def f_{i}(x):\n    return x * {i} + {i * 7 % 13}\n" for i in range(400))
     (tmp_path / "book.txt").write_text(text)
-    written = ["--text", str(tmp_path / "book.txt"), "--shards", str(shards)]
+    written = ["--device", "cpu", "--text", str(tmp_path / "book.txt"), "--shards", str(shards)]
     assert training.main([*written, "--max-tokens", "5000"]) == 0
     tokens = json.loads((shards / "tokenizer.json").read_text())
     last = tokens["added_tokens"][-1]  # as GPT-2's ends
@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_said_before_any_run_starts(capsys):
         ("max_lr=1", "--flag max-lr: this is the same in all runs, or has an option"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            training.parse(["--shards", "none", "--flag", given])
+            training.parse(["--device", "cpu", "--shards", "none", "--flag", given])
         assert said in capsys.readouterr().err
 
 
